@@ -117,6 +117,18 @@ def test_no_folder_of_this_machine_is_sent(hub: Hub, complete: Complete, lab: La
         assert there.backbone.name == f"./{kind}" and there.tasks == head_of(bank).tasks
 
 
+def test_databases_lose_their_folder_and_texts_stay_as_they_are(complete: Complete) -> None:
+    """An instruction may begin as a path does."""
+    snapshot = head_of(bank_of(complete, "bert", "slm"))
+    texts = {"definition": "/no_think Yes/no?", "labels": ["/a/b"], "words": {"/a/b": "/a"}}
+    split = "split 'SELECT a/b FROM tickets'"
+    given = {"tasks": [texts, {"path": "sql:sqlite:////home/me/users.db"}], "where": f"sql:sqlite:////a/b.db {split}"}
+    theirs = shared(snapshot.model_copy(update={"provenance": given}))
+    database = {"path": "sql:sqlite:///users.db"}
+    assert theirs.provenance == {"tasks": [texts, database], "where": f"sql:sqlite:///b.db {split}"}
+    assert shared(theirs) == theirs
+
+
 def test_a_bank_takes_back_what_it_pushed(hub: Hub, complete: Complete, tmp_path: Path) -> None:
     """Its own records, with their folders, stay; adapters of experts, which PEFT stores in other tensors, come too."""
     from peft import PeftModel

@@ -43,6 +43,7 @@ from raycl.bank.manifest import (
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.states import ENCODER, state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
+from raycl.config.addresses import TEXTS
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, StorageError, counted
 from raycl.progress import counted_off
@@ -58,6 +59,9 @@ ROOT = "raycl"
 RECORD = "hub.json"
 TENSORS, HEAD = "adapter_model.safetensors", "label_head.safetensors"
 """Files of an adapter's folder that hold tensors: the LoRA under PEFT's names, and a label head."""
+
+SQLITE = re.compile(r"(?P<start>sql:sqlite:///)(?P<path>/.*?)(?P<split>( split '.*)?)", re.DOTALL)
+"""A database in a file of this machine, and what a record names of it."""
 
 ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)((?:/[^/@]+)*)(?:@(.+))?")
 
@@ -182,14 +186,16 @@ def shared_record(file: str, data: bytes) -> bytes:
 
 
 def _without_folders(value: Any) -> Any:
-    """Return JSON whose absolute paths are `./` and their last part; labels are none, whatever they look like."""
+    """Return JSON whose absolute paths are `./` and their last part; labels, instructions and prompts are no paths."""
     if isinstance(value, dict):
-        return {key: item if key == "labels" else _without_folders(item) for key, item in value.items()}
+        return {key: item if key in TEXTS else _without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
-    if not isinstance(value, str) or not (value.startswith("file:") or Path(value).is_absolute()):
+    if not isinstance(value, str):
         return value
-    return f"./{Path(value).name}"
+    if match := SQLITE.fullmatch(value):
+        return f"{match['start']}{Path(match['path']).name}{match['split']}"
+    return f"./{Path(value).name}" if value.startswith("file:") or Path(value).is_absolute() else value
 
 
 def tensors_in(folder: Storage) -> dict[str, Tensor]:
