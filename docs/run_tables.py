@@ -23,6 +23,7 @@ from raycl.config import load
 from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
 from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
+from raycl.text_tables import short_number
 
 REPO = Path(__file__).resolve().parents[1]
 RESULTS = REPO / "docs" / "results"
@@ -81,11 +82,6 @@ def _points(column: str) -> Callable[[Study, str], str]:
     return lambda study, row: points(Spread.over(study.numbers(row, column)))
 
 
-def _count(number: float) -> str:
-    size, unit = next((pair for pair in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= pair[0]), (1, ""))
-    return f"{number / size:.3g}{unit}"
-
-
 COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "seeds": lambda study, row: str(len(study.numbers(row, "ap"))),
     "AP": _points("ap"),
@@ -94,7 +90,7 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "BWT": _points("bwt"),
     "alone": lambda study, row: points(Spread.over(study.alone(row))),
     "time": lambda study, row: f"{study.numbers(row, 'wall_s')[0]:.0f} s",
-    "trained": lambda study, row: _count(max(study.numbers(row, "trained_parameters"))),
+    "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"))),
     "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
 }
 """Head -> cell of a row. The time is that of the first seed."""

@@ -21,9 +21,10 @@ def grid(titles: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 
 
 
 def short_number(value: float) -> str:
-    """Return `1.2k`, `3.4M` or `5.6B`, and smaller numbers whole."""
+    """Return `1.2k`, `3.4M` or `5.6B` with three digits, and smaller numbers whole."""
+    rounded = float(f"{value:.3g}")
     units = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
-    return next((f"{value / size:.3g}{unit}" for size, unit in units if value >= size), f"{value:.0f}")
+    return next((f"{rounded / size:g}{unit}" for size, unit in units if rounded >= size), f"{value:.0f}")
 
 
 def edgeless(titles: Sequence[str], words: Collection[int] = (0,)) -> Table:
