@@ -21,7 +21,7 @@ import ray
 import torch
 
 from benchmarks import sharing
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.sharing import PATHS
 from raycl.bank import AdapterManifest, Bank, NewSnapshot, Snapshot
 from raycl.bank.manifest import ModelInfo, RouterInfo, SnapshotAdapter
@@ -31,7 +31,6 @@ from raycl.types import AdapterState
 
 MIB = 2**20
 DISK_SHARE, OPEN_LIMIT_S, MAP_LIMIT_S, PRIVATE_LIMIT = 0.5, 2.0, 0.2, 0.1
-BUSY = 0.5
 SETTINGS = ("dir", "large_mb", "large", "small", "rank", "opened", "rounds")
 MODEL = ModelInfo(name="bench", sha256="0" * 64)
 WIDTH = 384
@@ -53,16 +52,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        figures = [
-            *_rates(Path(folder), options),
-            *_opening(Path(folder), options),
-            *_object_store_cache(Path(folder), options),
-        ]
-    notes = [f"the load was {before:.1f} when this began: rates say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("bank", settings, figures, machine(before), notes)
+        parts = (_rates, _opening, _object_store_cache)
+        figures = (figure for part in parts for figure in part(Path(folder), options))
+        return measured("bank", options, SETTINGS, lambda: figures)
 
 
 def _rates(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -19,6 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "deepspeed")
+
+BUSY = 0.5
+"""Load average of the last minute above which a benchmark shares its cores with other work."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,33 @@ class Report:
 def _finite(value: float) -> float | None:
     """JSON has no word for other numbers."""
     return value if math.isfinite(value) else None
+
+
+def measured(
+    name: str,
+    options: argparse.Namespace,
+    shown: Collection[str],
+    figures: Callable[[], Iterable[Figure]],
+    *,
+    threads: int | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Measure now, and return the report.
+
+    Args:
+        shown: names of the flags that a reader of the figures needs.
+        figures: measures, and may add to `notes`.
+        threads: torch threads meanwhile; None: as they are.
+    """
+    before, usual = os.getloadavg()[0], torch.get_num_threads()
+    torch.set_num_threads(threads or usual)
+    try:
+        result = list(figures())
+    finally:
+        torch.set_num_threads(usual)
+    busy = [f"the load was {before:.1f} when this began: times and their ratios say little"] if before > BUSY else []
+    settings = {key: value for key, value in vars(options).items() if key in shown}
+    return Report(name, settings, result, machine(before), [*notes, *busy])
 
 
 def machine(load_before: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ above the pruning threshold of its attention: their number depends on how sharp 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from raycl import config as configs
 from raycl.adapters import AdapterStack
 from raycl.data.loader import Collate
@@ -42,7 +41,6 @@ LIMITS = {"slm": (1.1, 1.5), "sapt": (2.0, 2.0)}
 """Time per step and per answer over those of the fewest tasks. SLM evaluates its top K however many tasks there are;
 SAPT every active adapter, which with drawn keys is all: twenty times the tasks for at most twice the time."""
 CHECKPOINT_LIMIT = 1.2
-BUSY = 0.5
 SETTINGS = ("tasks", "batch_size", "rounds", "threads", "method", "router", "sharpness")
 WARM = 2
 """Rounds before those that count."""
@@ -64,15 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        figures = list(_figures(options))
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("growth", settings, figures, machine(before), notes)
+    return measured("growth", options, SETTINGS, lambda: _figures(options), threads=options.threads)
 
 
 def _figures(options: argparse.Namespace) -> Iterator[Figure]:

@@ -8,7 +8,6 @@ time is taken, since others may be running beside it; `benchmark gpu` measures l
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.phases import bare_context
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.config import validate
@@ -33,7 +32,6 @@ from raycl.training.phase.step import train_step
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import IGNORE, Batch, Phase, Task
 
-BUSY = 0.5
 SETTINGS = ("batch_size", "tokens", "threshold", "rounds", "threads")
 LIMITS = {"finetune": 1.00, "lora": 1.03}
 """Row-sparse step time over plain training's."""
@@ -57,15 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        figures = [figure for method in LIMITS for figure in _on_cpu(method, options)]
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("migu", settings, figures, machine(before), notes)
+    figures = (figure for method in LIMITS for figure in _on_cpu(method, options))
+    return measured("migu", options, SETTINGS, lambda: figures, threads=options.threads)
 
 
 def _on_cpu(method: str, options: argparse.Namespace) -> Iterator[Figure]:

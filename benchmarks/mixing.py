@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.model_copies import shared_copy
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import combine, fold
@@ -33,7 +32,7 @@ TARGETS = {"q, v": ("attention.query", "attention.value"), "all linears": ("atte
 LIMITS = {"q, v": 1.3, "all linears": 1.6}
 """Time of 16 dense adapters over the bare backbone's."""
 
-DENSE, GAIN, FLAT, BUSY = 16, 5.0, 1.1, 0.5
+DENSE, GAIN, FLAT = 16, 5.0, 1.1
 SETTINGS = ("batch_size", "tokens", "rank", "rounds", "threads", "adapters", "bank")
 
 
@@ -51,16 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before = os.getloadavg()[0]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        figures = [figure for where in TARGETS for figure in _figures(where, options)]
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began: ratios say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("mixing", settings, figures, machine(before), notes)
+    figures = (figure for where in TARGETS for figure in _figures(where, options))
+    return measured("mixing", options, SETTINGS, lambda: figures, threads=options.threads)
 
 
 def _figures(where: str, options: argparse.Namespace) -> Iterator[Figure]:

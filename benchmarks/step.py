@@ -9,17 +9,17 @@ the process held during a step, above what it held before.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.model_copies import shared_copy
 from benchmarks.phases import bare_context
 from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, Output, load_backbone, load_codec
@@ -57,7 +57,6 @@ SAME_LOSS = 1e-5
 """Largest relative difference of the contenders' losses."""
 SETTINGS = ("size", "backbone", "batch_size", "tokens", "answer", "rounds", "threads")
 PHASE = Phase(0, "bench", (Task("bench", None, "exact_match"),))
-BUSY = 0.5
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,24 +75,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        backbone = _loaded(options) if options.backbone else _drawn(options.size)
-        vocabulary = int(backbone.model.config.vocab_size)
-        sizes = (options.batch_size, options.tokens, options.answer, vocabulary)
-        limits = {} if options.backbone else LIMITS.get(options.size, {})
-        result = list(
-            figures(
-                backbone, [unlike_batch(*sizes, seed) for seed in range(2)], options.rounds, limits, options.compile
-            )
-        )
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began"] if before > BUSY else []
-    without = "size" if options.backbone else "backbone"
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS and key != without}
-    return Report("step", settings | {"parameters": _count(backbone.model)}, result, machine(before), notes)
+    backbone = _loaded(options) if options.backbone else _drawn(options.size)
+    sizes = (options.batch_size, options.tokens, options.answer, int(backbone.model.config.vocab_size))
+    limits = {} if options.backbone else LIMITS.get(options.size, {})
+    batches = [unlike_batch(*sizes, seed) for seed in range(2)]
+    result = partial(figures, backbone, batches, options.rounds, limits, options.compile)
+    shown = set(SETTINGS) - {"size" if options.backbone else "backbone"}
+    report = measured("step", options, shown, result, threads=options.threads)
+    return replace(report, settings=report.settings | {"parameters": _count(backbone.model)})
 
 
 def figures(

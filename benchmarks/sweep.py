@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from raycl import config as configs
 from raycl.launch import driver
 from raycl.launch.cluster import joined
@@ -29,7 +28,7 @@ from raycl.training.setup.run_config import RunConfig
 
 log = logging.getLogger("benchmarks")
 
-SHARE, START_S, ASHA_LIMIT, WINNER_LIMIT, BUSY = 0.10, 8.0, 0.5, 0.5, 0.5
+SHARE, START_S, ASHA_LIMIT, WINNER_LIMIT = 0.10, 8.0, 0.5, 0.5
 """A trial may take 10 % + 8 s more than the run alone; ASHA half the grid's time, its winner at most 0.5 AP behind."""
 
 TASKS = ("topic", "sentiment", "question_type", "intent", "entailment")
@@ -66,19 +65,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before = os.getloadavg()[0]
-    figures: list[Figure] = []
+    return measured("sweep", options, SETTINGS, lambda: _figures(options))
+
+
+def _figures(options: argparse.Namespace) -> Iterator[Figure]:
     with (
         tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder,
         joined(base(options).launch.address, dashboard=True),
     ):
         if options.part != "asha":
-            figures += overhead(options, Path(folder))
+            yield from overhead(options, Path(folder))
         if options.part != "overhead":
-            figures += against_grid(options, Path(folder))
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("sweep", settings, figures, machine(before), notes)
+            yield from against_grid(options, Path(folder))
 
 
 def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.gpu.adapters import drawn_adapters, loaded
 from benchmarks.serving.banks import WORDS, texts_of
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
@@ -30,7 +30,6 @@ from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, 
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.serving_engine import ServingEngine
 
-BUSY = 0.5
 LONGEST = 96
 """Tokens of an input at most; prompts that are sent as they are may be longer."""
 ALONE, TOGETHER = 1.0, 4.0
@@ -55,15 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        figures = list(_figures(options))
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("decode", settings, figures, machine(before), notes)
+    return measured("decode", options, SETTINGS, lambda: _figures(options), threads=options.threads)
 
 
 class Streams:

@@ -7,7 +7,6 @@ Keys and texts of the large banks are drawn: every task a centre, its keys and t
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.growth import GrownSlm, steps_s
 from benchmarks.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from benchmarks.streams.stream import default_models
@@ -28,7 +27,7 @@ from raycl.routing.slot_index import KeyIndex, search_threads
 from raycl.routing.slot_keys import KeyConfig, cosines, learn_keys, split_groups
 from raycl.routing.slots import KINDS, SlotRouter
 
-RECALL, BUSY = 0.99, 0.5
+RECALL = 0.99
 EPOCHS, BATCH = 3, 16
 """Settings of the fine-tuning with which key learning is compared."""
 
@@ -49,18 +48,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
     search_threads(options.threads)
-    try:
-        figures = [*_encoder(options), *_learning(options), *_share(options)]
-        for tasks in options.tasks:
-            figures += _bank(tasks, options)
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("retrieval", settings, figures, machine(before), notes)
+    return measured("retrieval", options, SETTINGS, lambda: _figures(options), threads=options.threads)
+
+
+def _figures(options: argparse.Namespace) -> Iterator[Figure]:
+    yield from (*_encoder(options), *_learning(options), *_share(options))
+    for tasks in options.tasks:
+        yield from _bank(tasks, options)
 
 
 TEXT = "the market rose again on monday after a quiet week in which few shares changed hands"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import tempfile
 import time
 import urllib.request
@@ -26,7 +25,7 @@ import ray
 import torch
 from ray import serve
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.serving.banks import LABELS, PLAIN, drawn, drawn_bank, texts_of
 from benchmarks.serving.clients import Seen, run_clients
 from benchmarks.serving.soak import FASTEST, soak
@@ -47,7 +46,6 @@ from raycl.serve.snapshots.parts import decide_first
 from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
-BUSY = 0.5
 PAUSE_S = 0.012
 """Between two texts of one client so much time passes at least."""
 
@@ -82,27 +80,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before = os.getloadavg()[0]
-    notes = [f"the load was {before:.1f} when this began: times are unreliable"] if before > BUSY else []
+    notes: list[str] = []
+    return measured("serve", options, SETTINGS, lambda: _figures(options, notes), notes=notes)
+
+
+def _figures(options: argparse.Namespace, notes: list[str]) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            figures = [*_labels(Path(folder), options)]
+            yield from _labels(Path(folder), options)
             serve.shutdown()
             if options.soak_s:
-                figures += soak(
+                yield from soak(
                     lambda bank: _started(Endpoint, bank, options, replicas=2, cpus=0.5), Path(folder), options
                 )
             llama = (options.models or default_models()) / "mini-llama"
             if llama.is_dir():
-                figures += _texts(Path(folder), llama, options)
+                yield from _texts(Path(folder), llama, options)
             else:
                 notes.append(f"no generation: {llama} does not exist (--models)")
         finally:
             if ray.is_initialized():  # else Serve would start one to end it
                 serve.shutdown()
                 ray.shutdown()
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("serve", settings, figures, machine(before), notes)
 
 
 # ---- labels ------------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from raycl import config as configs
 from raycl.backbone import Backbone
 from raycl.methods.single_adapter import Lora
@@ -42,7 +43,6 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 
-BUSY = 0.5
 WAYS = ("auto", "generate", "generate by itself")
 TARGET = 0.5
 SETTINGS = (
@@ -77,16 +77,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Report:
     """Train, answer, report."""
-    before, threads = os.getloadavg()[0], torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            figures = list(_figures(options, Storage.at(folder)))
-    finally:
-        torch.set_num_threads(threads)
-    notes = [f"the load was {before:.1f} when this began: times say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("evaluation", settings, figures, machine(before), notes)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = partial(_figures, options, Storage.at(folder))
+        return measured("evaluation", options, SETTINGS, figures, threads=options.threads)
 
 
 def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:

@@ -11,14 +11,14 @@ import argparse
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Figure, Report, machine
+from benchmarks.figures import Figure, Report, measured
 from benchmarks.streams.reader import SMAPS
 from benchmarks.streams.sharing import sharing
 from benchmarks.streams.trials import Trial, Typical, run_plain, run_raycl
@@ -39,7 +39,6 @@ SETTINGS = ("repeats", "threads", "tasks", "rows", "test_rows", "batch_size", "m
 """Flags that a reader of the figures needs."""
 
 STEP_LIMIT, START_LIMIT_S, LOSS_LIMIT, ANSWER_LIMIT = 1.10, 20.0, 1e-4, 0.01
-BUSY = 0.5
 """Load average before the start from which on a note is made."""
 
 REPO = Path(__file__).resolve().parents[2]
@@ -98,24 +97,22 @@ class Comparison:
 
 def measure(options: argparse.Namespace) -> Report:
     """Run everything and report."""
-    before = os.getloadavg()[0]
     result, notes = backbones(options.backbones, options.models or default_models())
-    figures: list[Figure] = []
+    return measured("stream", options, SETTINGS, lambda: _figures(options, result, notes), notes=notes)
+
+
+def _figures(options: argparse.Namespace, result: Mapping[str, str], notes: list[str]) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="raycl-bench-") as index:
         folder = Path(index)
         if SMAPS.exists():
             log.info("reading %d token rows in two processes", options.token_rows)
-            figures += sharing(options.token_rows, folder)
+            yield from sharing(options.token_rows, folder)
         else:
             notes.append("no /proc/self/smaps here: shared memory of token files not measured")
         for number, (name, where) in enumerate(result.items()):
             engines = options.engines if number == 0 else [engine for engine in options.engines if engine == "torch"]
             repeats, workers = (options.repeats, options.workers) if number == 0 else (1, [])
-            figures += figures_of(compare(name, where, engines, repeats, workers, options, folder))
-    if before > BUSY:
-        notes.append(f"the load was {before:.1f} when this began: on a busy machine times and their ratios say little")
-    settings = {key: value for key, value in vars(options).items() if key in SETTINGS}
-    return Report("stream", settings, figures, machine(before), notes)
+            yield from figures_of(compare(name, where, engines, repeats, workers, options, folder))
 
 
 def default_models() -> Path:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from raycl.backbone.base import mean_pooled
-from raycl.errors import RetrievalError
 from raycl.routing.router import Need, Owners, PromptRouter
 from raycl.routing.sentence_encoder import SentenceEncoder
 from raycl.routing.statistics import OodCalibrator
@@ -118,8 +117,6 @@ class ClassGaussians:
         Raises:
             RetrievalError: no dev text of any task was kept.
         """
-        if not self.samples:
-            raise RetrievalError("this router keeps no dev texts to compare with, since its tasks have none")
         if self._calibrator is None:
             self._calibrator = OodCalibrator(self.distances, list(self.samples.values()))
         return self._calibrator

@@ -249,12 +249,7 @@ class SlotRouter:
         """
         if self._calibrator is None:
             samples = [self.samples[task] for task in self.tasks if task in self.samples]
-            if not samples:
-                raise RetrievalError(
-                    "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of "
-                    "raycl wrote it): there is no out-of-distribution score"
-                )
-            self._calibrator = OodCalibrator(self.discriminant.relative_distances, samples)
+            self._calibrator = OodCalibrator(lambda part: self.discriminant.relative_distances(part), samples)
         return self._calibrator
 
     def novelty(self) -> dict[str, float]:

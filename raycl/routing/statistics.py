@@ -59,8 +59,16 @@ class OodCalibrator:
 
         Args:
             distances: returns the distances `[B]` of queries `[B, c]` to the nearest task, on the queries' device.
-            samples: `[n, c]` queries of each task in an order drawn at random, not all empty.
+            samples: `[n, c]` queries of each task in an order drawn at random.
+
+        Raises:
+            RetrievalError: there are no samples.
         """
+        if not samples:
+            raise RetrievalError(
+                "this router keeps no dev texts to compare with (its tasks have none, or an earlier version of raycl "
+                "wrote it): there is no out-of-distribution score"
+            )
         of_each = max(1, COMPARED // len(samples))
         parts = torch.split(torch.cat([sample[:of_each] for sample in samples]), ROWS)
         self._known = torch.cat([distances(part) for part in parts]).sort().values
@@ -313,8 +321,6 @@ class BareTexts:
         Raises:
             RetrievalError: no dev text of any phase was kept.
         """
-        if not self._has_samples:
-            raise RetrievalError("this router keeps no dev texts to compare with, since its tasks have none")
         if self._calibrator is None:
             samples = [outline.sample for outline in self._outlines.values() if len(outline.sample)]
             self._calibrator = OodCalibrator(self._distances, samples)
