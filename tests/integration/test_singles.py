@@ -22,7 +22,7 @@ from raycl.operations.sweep.trials import single_tasks
 from raycl.operations.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 from raycl.storage import Storage
 from raycl.storage.records import seal
-from raycl.training.setup.checks import read_singles
+from raycl.training.setup.checks import check, read_singles
 from raycl.training.setup.run_config import RunConfig
 
 
@@ -49,6 +49,15 @@ def test_single_task_scores_are_reused(lab: Lab, tmp_path: Path, method: Any, mo
     orders["stream"]["tasks"] = orders["stream"]["tasks"][::-1]
     if not modifiers:
         assert read_singles(singles_of(configs.validate(RunConfig, orders), str(tmp_path))) == singles
+
+
+def test_a_task_alone_needs_nothing_that_a_router_chooses(lab: Lab) -> None:
+    """A trial may be evaluated by the text alone, and find texts of no task."""
+    evaluation = {"instruction": "chosen", "unknown": "refuse", "false_alarms": 0.3}
+    stream = {"dev_fraction": 0.3, "prompt": "chat", "max_source_tokens": 60}
+    trial = lab.config("llama", "sapt", backbone={"chat_template": "chatml"}, stream=stream, eval=evaluation)
+    check(trial)
+    check(configs.validate(RunConfig, separate_tree(trial)))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "newer"])

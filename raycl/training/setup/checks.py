@@ -48,7 +48,7 @@ from raycl.training.setup.method_checks import (
 )
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.setup.snapshot_start import LIMITS
-from raycl.types import Task, TextCodec
+from raycl.types import Phase, Task, TextCodec
 
 PER_LABEL, PER_TASK = 5, 20
 """Stored samples of a label, or of a task without labels, below which little of a task is kept."""
@@ -360,11 +360,12 @@ def _own_tasks(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[
             "them as they are"
         )
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
-        epochs = epochs_of(config.train, stream, phase, codec)
-        if config.train.epochs == "auto" and phase.name not in config.train.epochs_by_task and epochs > USUAL_EPOCHS:
+        order = _order(config, stream, phase, codec)
+        is_auto = config.train.epochs == "auto" and phase.name not in config.train.epochs_by_task
+        if is_auto and order.epochs > USUAL_EPOCHS and order.steps == order.steps_per_epoch * order.epochs:
             yield (
-                f"'{phase.name}' is trained for {epochs} epochs instead of {USUAL_EPOCHS}, since its rows are few; "
-                "train.epochs names another number"
+                f"'{phase.name}' is trained for {order.epochs} epochs instead of {USUAL_EPOCHS}, since its rows are "
+                "few; train.epochs names another number"
             )
 
 
@@ -372,8 +373,7 @@ def _warmup(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str
     train = config.train
     short = []
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
-        rows = sum(_rows(stream, task) for task in phase.tasks)
-        steps = GlobalOrder(rows, train.batch_size, epochs_of(train, stream, phase, codec), 0, train.max_steps).steps
+        steps = _order(config, stream, phase, codec).steps
         if 0 < steps <= train.warmup(steps):
             short.append(f"'{phase.name}' ({steps})")
     if short:
@@ -402,6 +402,11 @@ def _samples(config: RunConfig, stream: Stream) -> Iterator[str]:
             f"{PER_LABEL} for each label, or {PER_TASK} without labels, little of a task is kept; "
             f"method.{path}={math.ceil(100 * enough) / 100:g} keeps as many of each"
         )
+
+
+def _order(config: RunConfig, stream: Stream, phase: Phase, codec: TextCodec) -> GlobalOrder:
+    rows, train = sum(_rows(stream, task) for task in phase.tasks), config.train
+    return GlobalOrder(rows, train.batch_size, epochs_of(train, stream, phase, codec), 0, train.max_steps)
 
 
 def _rows(stream: Stream, task: Task) -> int:

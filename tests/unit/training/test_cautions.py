@@ -121,6 +121,7 @@ def test_own_tasks_get_a_models_chat_template_and_enough_steps(lab: Lab, caplog:
     assert lines(template, train={"batch_size": 1}) == [asked, *[line.replace("13", "4") for line in (first, second)]]
     assert lines(template, train={"batch_size": 16})[1].startswith("'colour' is trained for 20 epochs")
     assert lines(template, train={"epochs": 3}) == [asked]
+    assert lines(template, train={"max_steps": 20}) == [asked], "steps end before epochs do"
     assert lines({}) == []
     assert lines(template, stream={"prompt": "plain"}) == []
     like = [{**task, "like": "agnews", "labels": [label for label, _ in TASKS[task["name"]]]} for task in lab.tasks]

@@ -40,6 +40,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["eval"]["untrained"], tree["eval"]["shots"] = False, 0
+    tree["eval"] |= {"instruction": "given", "unknown": "nearest"}  # each text comes with its task: no router chooses
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out

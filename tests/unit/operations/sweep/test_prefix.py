@@ -40,6 +40,7 @@ MIGU = {"name": "migu"}
         ({"train": {"epochs_by_task": {"sentiment": 5}}}, {}, 1),
         ({"train": {"epochs_by_task": {"topic": 5, "sentiment": 5}}}, {"train": {"epochs": 5}}, 2),
         ({"train": {"epochs": 5}}, {}, 0),
+        ({"train": {"epochs": 3}}, {"train": {"epochs": "auto"}}, 0),
         ({"train": {"learning_rate_by_task": {"intent": 0.5}}}, {}, 2),
         ({"train": {"learning_rate_by_task": {"sentiment": 0.5}}}, {}, 1),
         ({"train": {"learning_rate_by_task": {"topic": 0.5}}}, {}, 0),
