@@ -225,11 +225,12 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     for split in needed:
         if split not in files:
             carved = " or stream.test_fraction to take test rows from train" if split == "test" else ""
-            raise ConfigError(
-                f"task '{spec.name}' has no {split} file: expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt "
-                f"in '{spec.path}', a dataset in the hub's layout there, one file whose column '{COLUMN}' names the "
-                f"split of each row, or set its '{split}' to a file{carved}"
+            in_folder = (
+                f"expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt in '{spec.path}', a dataset in the "
+                f"hub's layout there, one file whose column '{COLUMN}' names the split of each row, or "
             )
+            expected = f"{in_folder if spec.path else ''}set its '{split}' to a file{carved}"
+            raise ConfigError(f"task '{spec.name}' has no {split} file: {expected}")
     info = _like(spec)
     labels: Labels = spec.labels
     if labels == "auto":

@@ -193,7 +193,7 @@ def test_one_file_needs_a_fraction(tmp_path: Path) -> None:
     ):
         opened(root=str(tmp_path), tasks=("finance",))
     with pytest.raises(
-        ConfigError, match=r"has no test file: .* or stream\.test_fraction to take test rows from train"
+        ConfigError, match=r"has no test file: set its 'test' to a file or stream\.test_fraction to take test rows from"
     ):
         opened(tasks=(TaskSpec(name="mine", train=str(tmp_path / "finance.json")),))
     stream = opened(tasks=(TaskSpec(name="mine", train=str(tmp_path / "finance.json")),), test_fraction=0.25)

@@ -87,7 +87,7 @@ def test_missing_unseen_tasks(write_task: WriteTask) -> None:
     with pytest.raises(MissingTasksError, match=r"1 of 1 tasks are missing under .*nowhere \(no folder\)"):
         of(name="x", root=str(root), tasks=("agnews",), unseen=("nowhere",))
     spec = {"name": "mine", "path": str(root)}
-    with pytest.raises(ConfigError, match="task 'mine' has no test file"):
+    with pytest.raises(ConfigError, match=f"task 'mine' has no test file: expected test.json.* in '{root}', "):
         of(name="x", root=str(root), tasks=("agnews",), unseen=(spec,))
     assert task_folder(Storage.at(str(root))).files == {}
 
