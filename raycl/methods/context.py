@@ -47,6 +47,7 @@ class TaskContext:
         earlier_tasks: tasks of all earlier phases, in the order of learning.
         parameters: learned parameters by name, whole and on the CPU; set before `Method.end_task`. Of a method that
             trains the backbone they may be the backbone's own, on its device, and workers may share each of them out.
+            Of another method the checkpoint keeps those that it has put here by the end of `Method.end_task`.
         added: rows and samples of earlier tasks that are trained in this phase too (`add_rows`, `add_samples`).
         routed_text: the method's (`MethodConfig.routed_text`).
     """

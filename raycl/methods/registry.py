@@ -28,6 +28,7 @@ LEARNERS: dict[str, str] = {
     "inflora": "raycl.methods.lora.inflora:InfLora",
     "gainlora": "raycl.methods.lora.gainlora:GainLora",
     "sdlora": "raycl.methods.lora.sdlora:SdLora",
+    "slao": "raycl.methods.lora.slao:Slao",
     "moelora": "raycl.methods.lora.moelora:MoeLora",
     "adapter": "raycl.methods.single_adapter:SeqAdapter",
     "prompt": "raycl.methods.single_adapter:SeqPrompt",

@@ -76,11 +76,11 @@ class Lora(SingleAdapter):
     long-sequence benchmark; their dropout of 0.1 (MIGU, O-LoRA) is an option here and off, so that N workers equal one.
     """
 
-    Config = LoraConfig
+    Config: ClassVar[type[MethodConfig]] = LoraConfig
     adapter = "lora"
     compiles = True
 
-    def __init__(self, config: LoraConfig, backbone: Backbone, seed: int) -> None:
+    def __init__(self, config: LoraSettings, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         self.stack = AdapterStack(backbone.model, config.adapted(backbone.model))
         torch.manual_seed(seed)

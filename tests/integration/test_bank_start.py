@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "inflora": ("bert", "inflora", {}),
     "gainlora": ("llama", "gainlora", {}),
     "sdlora": ("t5", {"name": "sdlora", "drop_below": 9e-4}, {}),
+    "slao": ("bert", "slao", {}),
     "replay": ("bert", {"name": "replay", "share": 0.2}, {}),
     "replay generated": ("t5", GENERATED, {}),
     "ewc": ("bert", "ewc", {}),

@@ -206,7 +206,8 @@ class TaskTrainer:
         done.method, done.frozen_state = context.method.state_dict()
         done.modifiers = context.modifiers.state()
         kept = trained_names(context.backbone)
-        done.parameters = {name: done.parameters[name] for name in kept if name in done.parameters}
+        values = done.parameters if context.method.trains_backbone else task_context.parameters
+        done.parameters = {name: values[name] for name in kept if name in values}
         if learned is not None:
             learned.router = with_text(with_package(learned.router), context.method.config.routed_text)
             if bare := context.method.learner.bare.tensors():
