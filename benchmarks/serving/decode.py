@@ -29,6 +29,7 @@ from raycl.generation.requests import Event, Failed, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.serving_engine import ServingEngine
+from raycl.serve.settings import ServeConfig
 
 LONGEST = 96
 """Tokens of an input at most; prompts that are sent as they are may be longer."""
@@ -36,6 +37,10 @@ ALONE, TOGETHER = 1.0, 4.0
 """Tokens per second of one stream and of the most streams, over those of `generate` alone."""
 MIXED = 1.15
 """Time of a token under mixtures, over that of the bare backbone."""
+SHARED = 0.5
+"""Time to a first token with a system prompt that was read before, over that with a new one."""
+KEPT_BYTES = ServeConfig.model_fields["prefix_cache_mb"].default * 2**20
+"""The bytes that an endpoint keeps of the beginnings of prompts."""
 SETTINGS = ("backbone", "streams", "tokens", "adapters", "rank", "rounds", "system_tokens", "dtype", "threads")
 
 
@@ -67,7 +72,7 @@ class Streams:
         self.peer = load_backbone(config, peer_codec, torch.device("cpu"), 0)
         self.backbone: Backbone = load_backbone(config, codec, torch.device("cpu"), 0)
         codec.eos_id = self.backbone.model.generation_config.eos_token_id = -1  # no token ends an answer
-        model = MultiSnapshotModel(self.backbone)
+        model = MultiSnapshotModel(self.backbone, prefix_bytes=KEPT_BYTES)
         targets = ("attention.query", "attention.value")
         adapters = drawn_adapters(self.backbone.model, targets, options.adapters, options.rank)
         self.engine = ServingEngine(model, max(options.streams), LONGEST, self.tokens)
@@ -185,9 +190,17 @@ def _first_tokens(streams: Streams, options: argparse.Namespace) -> Iterator[Fig
         return f"{system} {text}\n{words[question % len(words)]} {question}?"
 
     questions = itertools.count(1)
+    prefixes = streams.engine.model.prefixes
+
+    def ask(is_new: bool, keeps: bool = True) -> None:
+        number = next(questions)
+        prefixes.max_bytes = KEPT_BYTES if keeps else 0
+        streams.answer([prompt(number if is_new else 0, number)], streams.mixture, 1)
+
     ways: dict[str, Callable[[], object]] = {
-        "new": lambda: streams.answer([prompt(number := next(questions), number)], streams.mixture, 1),
-        "shared": lambda: streams.answer([prompt(0, next(questions))], streams.mixture, 1),
+        "new": lambda: ask(True),
+        "new, with nothing kept": lambda: ask(True, keeps=False),
+        "shared": lambda: ask(False),
     }
     ways["shared"]()
     turns = Turns(ways, options.rounds)
@@ -195,4 +208,6 @@ def _first_tokens(streams: Streams, options: argparse.Namespace) -> Iterator[Fig
         detail = f"{options.system_tokens} words of system prompt, under a mixture"
         yield Figure(f"first token, {name} system prompt", median(took) * 1e3, "ms", detail=detail)
     over, detail = turns.ratio("shared", "new")
-    yield Figure("first token, shared over new system prompt", over, "x", detail=detail)
+    yield Figure("first token, shared over new system prompt", over, "x", SHARED, "<=", detail)
+    over, detail = turns.ratio("new", "new, with nothing kept")
+    yield Figure("first token, new system prompt over the same with nothing kept", over, "x", detail=detail)

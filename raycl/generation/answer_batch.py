@@ -15,9 +15,9 @@ import torch
 from raycl.backbone import Backbone
 from raycl.generation.continuous_batch import Activate, BatchRow, ContinuousBatch
 from raycl.generation.dynamic_cache import DynamicKVCache, begin, read_on
+from raycl.generation.prefix_cache import shares_prefixes
 from raycl.generation.requests import AllowedTokens, Sampling
 from raycl.generation.sampling import NOT_FINITE
-from raycl.generation.static_cache import MODELS
 from raycl.types import Batch, Mixture
 
 READ_ROWS = 16
@@ -144,11 +144,7 @@ def _shares_start(backbone: Backbone, prompts: Prompts) -> bool:
 
     Keys and values of a token depend on nothing behind it, so rows with the same mixture can share them.
     """
-    if backbone.suffix is not None:
-        return False  # a suffix is read together with its text
-    if len(prompts.batch) < 2 or len(prompts.start) < LEAST_TOKENS or not backbone.capabilities.one_sequence:
-        return False
-    if backbone.model.config.model_type not in MODELS:
+    if len(prompts.batch) < 2 or len(prompts.start) < LEAST_TOKENS or not shares_prefixes(backbone):
         return False
     mixture = prompts.mixture
     return mixture is None or bool((mixture.weights == mixture.weights[:1]).all())

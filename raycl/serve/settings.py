@@ -127,7 +127,8 @@ class UpstreamConfig(Section):
 
 OF_A_MODEL = (
     *("branch", "snapshot", "backbone", "device", "dtype", "gpus", "max_batch", "decoding"),
-    *("labels", "max_loaded_rows", "loaded_snapshots", "trust_remote_code", "follow", "gate", "examples"),
+    *("labels", "max_loaded_rows", "prefix_cache_mb", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
+    "examples",
     *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
 )
 """Settings without effect where another engine answers."""
@@ -204,6 +205,12 @@ class ServeConfig(Section):
         "the task whose prompt a text gets, as with eval.labels=task",
     )
     max_loaded_rows: int | None = Field(None, ge=1, description="ranks of adapters on the device; null: no limit")
+    prefix_cache_mb: int = Field(
+        256,
+        ge=0,
+        description="MiB on the device for keys and values of the beginnings of prompts, such as system messages, "
+        "which later prompts under the same mixture do not compute again (decoder-only backbones); 0: none",
+    )
     loaded_snapshots: int = Field(3, ge=1, description="snapshots kept ready for rollback and pinned requests")
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the backbone; only the command line may set it"

@@ -151,6 +151,30 @@ def test_two_snapshots_answer_side_by_side(taught: Taught, tmp_path: Path, decod
             assert (old.metadata.weights, new.metadata.weights) == ({"lora": 1.0}, {"lora": 1.0})
 
 
+@pytest.mark.parametrize("decoding", ["dynamic", "static"])
+def test_beginnings_that_were_read_before_change_no_answer(taught: Taught, tmp_path: Path, decoding: str) -> None:
+    """Prompts of a common beginning, at once and one after another, under mixtures of two snapshots."""
+    bank = bank_of(taught("llama", "separate"), tmp_path)
+    system = " ".join(TEXTS[:3] * 4)
+    asked = [(f"{system} {text}", weights) for text in TEXTS for weights in WEIGHTS]
+    answers = {}
+    for size in (0, 1):
+        with serving(bank, max_batch=5, decoding=decoding, prefix_cache_mb=size) as client:
+            old = client.loaded(1)
+            replies = [client.ask(text, weights=weights, templated=False).wait() for text, weights in asked]
+            with client.paused():
+                replies += [client.ask(text, weights=weights, templated=False) for text, weights in asked]
+                replies += [client.ask(text, 1, {"colour": 1.0}, templated=False) for text, _ in asked]
+            answers[size] = [reply.text for reply in replies]
+            client.settle()
+            prefixes, counts = client.engine.model.prefixes, client.engine.counts
+            assert (counts["reused_tokens"] > 60 * 32) == (prefixes.bytes > 0) == bool(size)
+            client.engine.unload_snapshot(old)
+            scopes = {block.scope for block in prefixes._blocks.values()}
+            assert all(scope.owner is not old for scope in scopes) and bool(scopes) == bool(size)
+    assert answers[0] == answers[1] and len(set(answers[0])) > 8
+
+
 def test_a_request_keeps_its_snapshot(taught: Taught, tmp_path: Path) -> None:
     done = taught("llama", "lora")
     bank = bank_of(done, tmp_path)

@@ -27,6 +27,7 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
+from raycl.generation.prefix_cache import PrefixCache
 from raycl.generation.task_prompts import TaskPrompts, check_templates, tasks_of_conversations
 from raycl.routing.router import Router, heads_of_tasks
 from raycl.routing.routers import routed_text
@@ -203,20 +204,23 @@ class MultiSnapshotModel:
     Attributes:
         stack: adapters over the backbone's linears, loaded onto the device when a mixture names them.
         alone: adapters that are no sum with others.
+        prefixes: beginnings of prompts that were read, for prompts under the same mixtures.
         counts: mixtures opened, their rows and adapters, and how many of those were on the device already.
     """
 
-    def __init__(self, backbone: Backbone, max_loaded_rows: int | None = None) -> None:
+    def __init__(self, backbone: Backbone, max_loaded_rows: int | None = None, prefix_bytes: int = 0) -> None:
         """Wrap the backbone.
 
         Args:
             max_loaded_rows: ranks of adapters on the device at once; None: no limit.
+            prefix_bytes: bytes of `prefixes` at most; 0: nothing is kept.
         """
         self.backbone: Backbone = backbone.eval()
         self._all: list[LoadedSnapshot] = []
         self.counts: dict[str, int] = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
         self._sources: dict[str, tuple[Source, str]] = {}
         self.alone: set[str] = set()
+        self.prefixes: PrefixCache = PrefixCache(prefix_bytes)
         self._copying: set[str] = set()
         self._ranks: dict[str, int] = {}
         self._prompts: dict[str, tuple[bool, PromptUse]] = {}
@@ -308,6 +312,7 @@ class MultiSnapshotModel:
     def drop(self, gone: LoadedSnapshot) -> None:
         """Unload a snapshot and the adapters that no other one has; no mixture may be active."""
         self._all = [loaded for loaded in self._all if loaded is not gone]
+        self.prefixes.drop(gone)
         kept = {key for other in self._all for key in other.keys.values()}
         for name, key in gone.keys.items():
             if key in kept:

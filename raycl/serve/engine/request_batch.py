@@ -11,6 +11,7 @@ from raycl.backbone import Backbone
 from raycl.errors import AdapterError
 from raycl.generation import dynamic_cache
 from raycl.generation.continuous_batch import BatchRow, ContinuousBatch
+from raycl.generation.prefix_cache import Scope, ScopedPrompt
 from raycl.generation.requests import Event, Failed, PromptLogprobs, ResponseMetadata, Sampling, TextDelta
 from raycl.generation.sampling import NOT_FINITE, DecodedText
 from raycl.serve.engine.engine_requests import EngineRequest
@@ -135,9 +136,13 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         if not ready:
             return whole
         rows = [RequestRow(prepared, self.backbone, self._send) for prepared in ready]
-        with self._model.activate(Mixture.stacked([row.mixture for row in rows])):
-            read = dynamic_cache.begin(self.backbone, [prepared.ids for prepared in ready])
-        self.join(rows, read)
+        prompts = [ScopedPrompt(Scope.of(one.request.loaded, one.mixture), one.ids) for one in ready]
+
+        def activate(numbers: Sequence[int]) -> AbstractContextManager[None]:
+            return self._model.activate(Mixture.stacked([rows[number].mixture for number in numbers]))
+
+        for numbers, read in self._model.prefixes.read(self.backbone, prompts, activate):
+            self.join([rows[number] for number in numbers], read)
         for row in rows:
             self._model.pin(row.mixture.names)
         return whole

@@ -153,7 +153,13 @@ class ServingEngine:
     @property
     def counts(self) -> dict[str, float]:
         """Counts of events so far, by name, for metrics."""
-        return {**self.model.counts, "tokens": self._texts.tokens, "retrieval_s": self._retrieval_s}
+        reused = self.model.prefixes.reused
+        return {
+            **self.model.counts,
+            "tokens": self._texts.tokens,
+            "retrieval_s": self._retrieval_s,
+            "reused_tokens": reused,
+        }
 
     @property
     def captures(self) -> int:

@@ -59,6 +59,7 @@ class Metrics:
                 ("adapters", "distinct adapters in them"),
                 ("hits", "adapters that were on the device already"),
                 ("misses", "adapters that had to be loaded there"),
+                ("reused_tokens", "tokens of prompts whose keys and values were kept, and not computed again"),
             )
         }
         self.snapshot: Gauge = Gauge("raycl_snapshot", "number of the snapshot that answers")

@@ -69,7 +69,7 @@ def open_engine(config: ServeConfig, snapshot: Snapshot) -> ServingEngine:
     known = snapshot.token_limits()
     source, target = known[0] or SOURCE_TOKENS, known[1] or TARGET_TOKENS
     backbone = load_backbone(settings, load_codec(settings, source, target), device, 0)
-    model = MultiSnapshotModel(backbone, config.max_loaded_rows)
+    model = MultiSnapshotModel(backbone, config.max_loaded_rows, config.prefix_cache_mb * 2**20)
     static_cache = uses_static_cache(config, backbone)
     limits = (source, target, config.limits.prompt_tokens)
     return ServingEngine(model, config.max_batch, *limits, static_cache, keeps_to_labels=config.labels == "task")
