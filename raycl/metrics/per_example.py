@@ -67,17 +67,42 @@ def score(
     for row, accepted in enumerate(answers.references):
         if not accepted:
             raise DataError(f"test example {row} has no reference: give at least one accepted answer")
-    foreign = _Foreign(answers.labels, other_labels)
-    off_task = [text is None or foreign.has(text, accepted) for text, accepted in answers.pairs()]
+    off_task = _off_task(answers, other_labels)
     empty = sum(text is not None and not text.strip() for text in answers.predictions)
-    if off_task_is_wrong and not rule.overlap:
-        pairs = zip(answers.predictions, off_task, strict=True)
-        answers = answers._replace(predictions=[None if wrong else text for text, wrong in pairs])
+    answers = _judged(rule, answers, off_task, off_task_is_wrong)
     value, extra = rule.compute(answers)
     if with_interval and rule.mean_of_rows:
         low, high = interval([rule.compute(row)[0] for row in answers.rows()])
         extra = {**extra, "low": low, "high": high}
     return Score(value, count, {"off_task": float(sum(off_task)), "empty": float(empty), **extra})
+
+
+def row_scores(
+    metric: str, answers: Answers, other_labels: Collection[str] = (), *, off_task_is_wrong: bool = True
+) -> list[float] | None:
+    """Return the score of each row, 0 to 100, whose mean is what `score` gives; None: the metric is no mean of rows.
+
+    Args:
+        metric, answers, other_labels, off_task_is_wrong: as in `score`.
+    """
+    rule = check_metric(metric)
+    if not rule.mean_of_rows:
+        return None
+    judged = _judged(rule, answers, _off_task(answers, other_labels), off_task_is_wrong)
+    return [rule.compute(row)[0] for row in judged.rows()]
+
+
+def _off_task(answers: Answers, other_labels: Collection[str]) -> list[bool]:
+    foreign = _Foreign(answers.labels, other_labels)
+    return [text is None or foreign.has(text, accepted) for text, accepted in answers.pairs()]
+
+
+def _judged(rule: Metric, answers: Answers, off_task: Sequence[bool], off_task_is_wrong: bool) -> Answers:
+    """Return the answers with those that count as wrong left out."""
+    if not off_task_is_wrong or rule.overlap:
+        return answers
+    pairs = zip(answers.predictions, off_task, strict=True)
+    return answers._replace(predictions=[None if wrong else text for text, wrong in pairs])
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:

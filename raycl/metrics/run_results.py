@@ -25,6 +25,8 @@ from raycl.storage.records import without_hash
 RESULT_FILE = "results.json"
 PUBLISHED_FILE = "published.json"
 """Name in a comparison's folder of the numbers that a paper printed."""
+FOLDER = "folder"
+"""Key of a result tree's own folder, in trees that `find_results` returned."""
 METRICS = {"ap": "AP", "f_ra": "F.Ra", "fwt": "FWT", "bwt": "BWT"}
 """Metrics of a stream: key in the file -> name in the papers, the title of a column."""
 
@@ -96,14 +98,16 @@ def _read(storage: Storage, name: str) -> Tree:
 def find_results(root: str | Path) -> list[Tree]:
     """Return the result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
 
+    Each tree has the address of its run's folder, as `FOLDER`.
+
     Raises:
         RunError: there is none, or one of the files is something else.
     """
     if str(root).endswith(".json"):
-        return [read_results(root)]
+        return [read_results(root) | {FOLDER: Storage.at(str(root).rpartition("/")[0] or ".").address}]
     results = []
     for folder, published in _found(root):
-        result = _read(folder, RESULT_FILE)
+        result = _read(folder, RESULT_FILE) | {FOLDER: folder.address}
         results.append(result if published is None else published.beside(result))
     return results
 

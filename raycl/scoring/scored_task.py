@@ -11,7 +11,7 @@ from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
 from raycl.errors import counted
 from raycl.metrics.answers import Answers
-from raycl.metrics.per_example import metric_of, score
+from raycl.metrics.per_example import metric_of, row_scores, score
 from raycl.metrics.settings import EvalConfig
 from raycl.types import Batch, Score, Task, TextCodec
 
@@ -79,12 +79,26 @@ class ScoredTask:
 
     def score(self, answers: Sequence[str]) -> Score:
         """Return the score of an answer to each row; behind examples that are no turns, it ends at a blank line."""
-        if self.shots and not self.stream.prompt(self.task, self.codec).chat_template:
-            answers = [answer.partition("\n\n")[0].strip() for answer in answers]
-        others = {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
         sources = last_contents(self.texts) if metric_of(self.task.metric).needs_sources else ()
-        score = score_answers(self.task, answers, self.references, sources, others, self.settings)
+        score = score_answers(
+            self.task, self._ended(answers), self.references, sources, self._other_labels, self.settings
+        )
         return replace(score, extra={**score.extra, "truncated_sources": float(self.table.truncated_sources)})
+
+    def row_scores(self, answers: Sequence[str]) -> list[float] | None:
+        """Return the score of each row, whose mean is `score`'s value; None: the task's metric is no mean of rows."""
+        given = Answers(self._ended(answers), self.references, self.task.labels)
+        wrong = self.settings.off_task == "wrong"
+        return row_scores(self.task.metric, given, self._other_labels, off_task_is_wrong=wrong)
+
+    def _ended(self, answers: Sequence[str]) -> Sequence[str]:
+        if not self.shots or self.stream.prompt(self.task, self.codec).chat_template:
+            return answers
+        return [answer.partition("\n\n")[0].strip() for answer in answers]
+
+    @property
+    def _other_labels(self) -> set[str]:
+        return {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
 
 
 def score_answers(

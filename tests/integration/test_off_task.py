@@ -55,6 +55,10 @@ def test_off_task_answers_score_nothing_or_are_counted(
         assert commanded == evaluate(bank, newest)["short"].value == cells[rule]["value"], "by every command alike"
     result = Storage.at(tmp_path / "count")
     assert cells["own labels"]["extra"]["off_task"] == 0
+    for rule, cell in cells.items():
+        kept = Storage.at(tmp_path / rule).read("predictions/001-long/short.jsonl").decode().splitlines()
+        scores = [json.loads(line)["score"] for line in kept]
+        assert cell["value"] == pytest.approx(sum(scores) / len(scores)), "scores of rows are judged by the same rule"
     lines = result.read("predictions/001-long/short.jsonl").decode().splitlines()
     answers = [(line["answer"], line["references"][0]) for line in map(json.loads, lines)]
     off_task = sum(answer in ("red cat", "blue dog") for answer, _ in answers)

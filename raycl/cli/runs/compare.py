@@ -1,4 +1,4 @@
-"""Run a whole comparison (several methods, several seeds) and print its table; repeat the command to continue.
+"""Run a whole comparison (several methods, several seeds), print its table and verdicts; repeat it to continue.
 
 raycl compare jobs/configs/compare/builtin.yaml
 raycl compare jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
     add_allow_env(parser)
     parser.add_argument("--status", action="store_true", help="state of each run, and stop")
+    parser.add_argument("--against", metavar="NAME", help="the reference of verdicts (default: the highest AP)")
     parser.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
 
 
@@ -48,13 +49,18 @@ def run(options: argparse.Namespace) -> int:
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.operations.report.plots import heatmaps
     from raycl.operations.report.tables import comparison_table, side_by_side
+    from raycl.operations.report.verdicts import verdict_table, verdicts_of
 
     results = list(outcome.results.values())
+    verdicts = verdicts_of(results, options.against)
     if options.json:
-        show(options, "", {"results": outcome.results, "failed": outcome.failed})
+        trees = [verdict.tree for verdict in verdicts]
+        show(options, "", {"results": outcome.results, "verdicts": trees, "failed": outcome.failed})
     elif results:
         echo(side_by_side(results), end="\n\n")
         echo(comparison_table(results))
+        if verdicts:
+            echo(f"\n{verdict_table(verdicts)}")
     if options.png and results:
         note(options, f"picture {heatmaps(results, options.png)}")
     for name, reason in outcome.failed.items():

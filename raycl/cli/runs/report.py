@@ -1,9 +1,11 @@
-"""Print matrices, routing, attention, kept rows and a comparison of finished runs; also as pictures, CSV and LaTeX.
+"""Print matrices, routing, attention, kept rows, a comparison of finished runs and its verdicts; also as pictures.
 
-Runs that differ in their seeds alone have one matrix: mean ± standard deviation.
+Runs that differ in their seeds alone have one matrix: mean ± standard deviation. Verdicts say which methods are better
+or worse than a reference, by default the one with the highest AP, and what cannot be told.
 
 raycl report runs/sapt runs/lora
 raycl report runs --png matrices.png --latex tables.tex
+raycl report runs --against lora --measure ap f_ra
 raycl report runs --csv comparison.csv --matrix-csv matrices.csv --runs-csv runs.csv
 raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
@@ -18,6 +20,10 @@ from raycl.cli.commands import note, show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    parser.add_argument("--against", metavar="NAME", help="the reference of verdicts (default: the highest AP)")
+    parser.add_argument(
+        "--measure", nargs="+", choices=("ap", "f_ra"), default=["ap"], help="what verdicts are about (default: ap)"
+    )
     parser.add_argument("--png", type=Path, help="draw the matrices as heat maps, in rows")
     parser.add_argument("--each", action="store_true", help="the tables of each run, those of several seeds too")
     parser.add_argument(
@@ -27,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-png", type=Path, help="draw the adapters' weights for each task's texts in runs of sapt"
     )
     parser.add_argument("--latex", type=Path, help="write every printed table for LaTeX, with booktabs' rules")
-    parser.add_argument("--csv", type=Path, help="write the comparison with full precision")
+    parser.add_argument("--csv", type=Path, help="write the comparison and its verdicts, with full precision")
     parser.add_argument("--matrix-csv", type=Path, help="write one line a cell of the matrices, with full precision")
     parser.add_argument("--runs-csv", type=Path, help="write one line a run, with full precision")
 
@@ -44,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.operations.report.run_comparison import runs_to_csv, to_csv
     from raycl.operations.report.seed_matrix import matrices_to_csv, seed_matrices
     from raycl.operations.report.tables import comparison_table, mean_matrix_table, routing_comparison, tables_of
+    from raycl.operations.report.verdicts import verdict_table, verdicts_of
 
     routed = [result for result in results if has_routing(result)]
     pages = []
@@ -53,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
         pages += [page for result in matrix.results if options.each or not several for page in tables_of(result)]
     pages += [routing_comparison(routed)] if len(routed) > 1 else []
     pages.append(comparison_table(results))
-    show(options, "\n\n".join(map(str, pages)), results)
+    verdicts = {measure: verdicts_of(results, options.against, measure) for measure in options.measure}
+    pages += [verdict_table(some) for some in verdicts.values() if some]
+    trees = [verdict.tree for some in verdicts.values() for verdict in some]
+    show(options, "\n\n".join(map(str, pages)), {"results": results, "verdicts": trees})
     if options.png:
         note(options, f"wrote {heatmaps(results, options.png)}")
     if options.router_png:
@@ -66,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     if options.matrix_csv:
         _write(options, options.matrix_csv, matrices_to_csv(seed_matrices(results)))
     if options.csv:
-        _write(options, options.csv, to_csv(results))
+        _write(options, options.csv, to_csv(results, trees))
     if options.runs_csv:
         _write(options, options.runs_csv, runs_to_csv(results))
     return 0

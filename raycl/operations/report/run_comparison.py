@@ -144,17 +144,43 @@ def labels(results: Sequence[Tree]) -> list[str]:
     ]
 
 
-def to_csv(results: Sequence[Tree]) -> str:
-    """Return the comparison as CSV: means and standard deviations in full precision, empty where undefined."""
+VERDICT_COLUMNS = {
+    "against": "second",
+    "difference": "difference",
+    "low": "low",
+    "high": "high",
+    "p": "p",
+    "p_holm": "p_holm",
+    "verdict": "verdict",
+    "paired_seeds": "seeds",
+    "paired_over": "paired_over",
+    "seeds_needed": "seeds_needed",
+}
+"""Column of a verdict behind its measure (`ap_against`) -> key of its tree."""
+
+
+def to_csv(results: Sequence[Tree], verdicts: Sequence[Tree] = ()) -> str:
+    """Return the comparison as CSV: means and standard deviations in full precision, empty where undefined.
+
+    Args:
+        verdicts: trees of verdicts on the methods, for columns of their own.
+    """
     lines = compare(results)
     names = [*points_of(lines), *COSTS]
     spreads = [title for name in names for title in (name, f"{name}_std")]
     known = [name for name in names if has_published(lines, name)]
     given = [f"{name}_published" for name in known] + (["published"] if known else [])
+    measures = list(dict.fromkeys(verdict["measure"] for verdict in verdicts))
+    said = {(verdict["measure"], verdict["where"], verdict["first"]): verdict for verdict in verdicts}
+    given += [f"{measure}_{column}" for measure in measures for column in VERDICT_COLUMNS]
     rows: list[list[Any]] = [["method", "settings", "stream", "backbone", "runs", *spreads, *given]]
     for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
+        title = f"{line.method} ({line.settings})" if line.settings else line.method
+        for measure in measures:
+            verdict = said.get((measure, f"{line.stream}, {line.backbone}", title), {})
+            printed += [verdict.get(key) for key in VERDICT_COLUMNS.values()]
         rows.append([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
     return spreadsheet(rows)
 

@@ -27,7 +27,7 @@ from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
-from raycl.metrics.run_results import Published
+from raycl.metrics.run_results import FOLDER, Published
 from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.progress import counted_off
 from raycl.storage import Storage
@@ -173,9 +173,10 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
         outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
     else:
         outcome = _on_ray(comparison, planned, directory)
-    if comparison.published is None:
-        return outcome
-    shown = {name: comparison.published.beside(tree) for name, tree in outcome.results.items()}
+    folder = Storage.at(directory).sub(comparison.name)
+    shown = {name: tree | {FOLDER: folder.sub(name).address} for name, tree in outcome.results.items()}
+    if comparison.published is not None:
+        shown = {name: comparison.published.beside(tree) for name, tree in shown.items()}
     return ComparisonOutcome(shown, outcome.failed)
 
 

@@ -22,8 +22,8 @@ from raycl.types import Phase
 SAMPLE = 64
 """Rows whose text is measured."""
 
-ANSWER_BYTES = 60
-"""Bytes of a line of `predictions/` in addition to its text: reference, answer and keys."""
+ANSWER_BYTES = 80
+"""Bytes of a line of `predictions/` in addition to its text: reference, answer, score and keys."""
 
 
 @dataclass(frozen=True)

@@ -227,9 +227,11 @@ class StreamEvaluation:
         if self.world.is_first and self.storage is not None:
             log.info("%s", line_of(task.name, cell))
             if self.context.evaluation.save_predictions:
-                rows = zip(scored.texts, scored.references, answers, strict=True)
+                scores: Sequence[float | None] = scored.row_scores(answers) or [None] * len(answers)
+                rows = zip(scored.texts, scored.references, answers, scores, strict=True)
                 lines = [
-                    json.dumps({"text": text, "references": list(r), "answer": answer}) for text, r, answer in rows
+                    json.dumps({"text": text, "references": list(accepted), "answer": answer, "score": value})
+                    for text, accepted, answer, value in rows
                 ]
                 name = f"predictions/{self.folder}/{task.name}.jsonl"
                 self.storage.write(name, ("\n".join(lines) + "\n").encode())

@@ -47,7 +47,7 @@ def test_prints_matrices_and_comparison_and_writes_files(
     assert cells[0] == "method,settings,stream,backbone,runs,after,task,mean,std"
     assert cells[1] == "lora,,long-a,mini-t5,1,agnews,agnews,90.0," and len(cells) == 13
     latex = (tmp_path / "out" / "tables.tex").read_text()
-    assert latex.count(r"\toprule") == latex.count(r"\bottomrule") == 5, "two matrices, attention twice, the comparison"
+    assert latex.count(r"\toprule") == latex.count(r"\bottomrule") == 6, "attention twice, verdicts too"
     assert "after dbpedia & 80.0 & 85.0 & " in latex and r"\caption{lora on long-a, mini-t5, seed 0. AP 81.7" in latex
 
 
