@@ -25,6 +25,7 @@ LEARNERS: dict[str, str] = {
     "lora": "raycl.methods.single_adapter:Lora",
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",
+    "ella": "raycl.methods.lora.ella:Ella",
     "inflora": "raycl.methods.lora.inflora:InfLora",
     "gainlora": "raycl.methods.lora.gainlora:GainLora",
     "sdlora": "raycl.methods.lora.sdlora:SdLora",

@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "t5-sapt-prompt": Case("t5", VARIANTS["sapt-prompt"], served=True),
     "t5-epi": Case("t5", "epi", served=True),
     "t5-olora": Case("t5", "olora", served=True),
+    "llama-ella": Case("llama", "ella", served=True),
     "bert-slao": Case("bert", "slao", served=True),
     "bert-ewc": Case("bert", "ewc"),
     "t5-lwf": Case("t5", "lwf"),
