@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check_singles
 from raycl.training.setup.run_config import RunConfig
-from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
+from raycl.training.workers.stopping import HostStop, StopOnSignal, left_at_once, stopped_by
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
@@ -220,29 +219,15 @@ def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], dire
         at_once = comparison.at_once or runs_held(planned.values())
         pool, running = ThreadPoolExecutor(at_once, "run"), dict[str, Future[Tree]]()
         signals = StopOnSignal(host, stop.driver, grace_s, has_begun=lambda: True)
-        with signals, WarmWorkers(len(planned)) as warm, _left_at_once(), ExitStack() as stack:
+        with signals, WarmWorkers(len(planned)) as warm, left_at_once(), ExitStack() as stack:
             stack.callback(pool.shutdown, cancel_futures=True)
-            with _left_at_once():  # without waiting for the threads
+            with left_at_once():  # without waiting for the threads
                 for name, config in planned.items():
                     label = f"{name}: " if at_once > 1 else ""
                     options = RunOptions(share=at_once, label=label, stop=stop, warm=warm, draw=draw_matrix)
                     first = running.get(_needed(comparison, name))
                     running[name] = pool.submit(_run_after, first, name, config, options)
                 return _outcome({name: future.result for name, future in running.items()})
-
-
-@contextmanager
-def _left_at_once() -> Iterator[None]:
-    """End the process after the grace of a signal, or at a second Ctrl-C.
-
-    Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a cluster of
-    our own end with it, and the journals keep what is done.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as stopped:
-        log.error("stopped: repeat the command to continue")
-        os._exit(stopped.code if isinstance(stopped, SystemExit) and isinstance(stopped.code, int) else 130)
 
 
 def _needed(comparison: ComparisonConfig, name: str) -> str:

@@ -16,7 +16,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -198,6 +199,20 @@ class StopOnSignal:
         self._late = True
         if not self._over.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def left_at_once() -> Iterator[None]:
+    """End the process after the grace of a signal, or at a second Ctrl-C.
+
+    Threads inside Ray cannot be interrupted, and taking Ray away from them aborts the process. Workers and a cluster of
+    our own end with it, and the journals keep what is done.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        log.error("stopped: repeat the command to continue")
+        os._exit(stopped.code if isinstance(stopped, SystemExit) and isinstance(stopped.code, int) else 130)
 
 
 # ---- in a worker ---------------------------------------------------------------------------------------------------
