@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raycl import config as configs
 from raycl.backbone import at_commit
 from raycl.errors import RunError, StoppedError, UnreachableError
 from raycl.launch.console import LOGS
+from raycl.launch.parallel_tasks import learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, finish, resume_line
-from raycl.training.definition.job import Draw, Resources, TrainingJob
+from raycl.training.definition.job import Draw, Resources, TaskPart, TrainingJob
 from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.records.restoration import publish_again
@@ -26,6 +28,7 @@ from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.stopping import HostStop, StopOnSignal, stopped_by
 
 if TYPE_CHECKING:
+    from raycl.launch.task_processes import TaskProcesses
     from raycl.launch.warm_workers import WarmWorkers
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class RunOptions:
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: place in which the host requests that its runs stop.
         warm: workers that stay between runs; None: each run has new ones.
+        processes: processes of this machine for tasks that are learned at the same time, with `launch.mode=local`.
         draw: see `TrainingJob`.
     """
 
@@ -56,6 +60,7 @@ class RunOptions:
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
     warm: WarmWorkers | None = None
+    processes: TaskProcesses | None = None
     draw: Draw | None = None
 
 
@@ -93,7 +98,7 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
     try:
         if prepared.done < phases:
             log.info("%s", config.train.batch_line(config.launch.workers))
-            with _launcher(prepared, options) as launcher:
+            with _groups(prepared, options) as options, _launcher(prepared, options) as launcher:
                 while (done := prepared.done) < phases and not is_stopped(prepared.storage, done):
                     job = job_of(prepared, options, launcher.resources.threads)
                     with _attempt(prepared, options, job.driver):
@@ -108,8 +113,48 @@ def train(prepared: Prepared, options: RunOptions | None = None) -> dict[str, An
 
 
 @contextmanager
-def _launcher(prepared: Prepared, options: RunOptions) -> Iterator[Launcher]:
-    """Yield the launcher that the config and the options mean; what its workers run on is held inside."""
+def _groups(prepared: Prepared, options: RunOptions) -> Iterator[RunOptions]:
+    """Learn tasks that are learned at the same time; yields the options of the run that joins them, inside which it
+    finds the workers that have learned them."""
+    schedule = parts_of(prepared)
+    if not schedule.waiting:
+        yield options
+        return
+    with ExitStack() as stack:
+        if prepared.config.launch.mode == "local":
+            from raycl.launch.task_processes import TaskProcesses
+
+            options = replace(options, processes=stack.enter_context(TaskProcesses()))
+        else:
+            from raycl.launch.cluster import joined
+            from raycl.launch.warm_workers import WarmWorkers
+
+            stack.enter_context(joined(prepared.config.launch.address))
+            if options.warm is not None:
+                stack.enter_context(options.warm.waiting_for(None))
+            options = replace(options, warm=stack.enter_context(WarmWorkers(prepared.config.launch.parallel_tasks)))
+        learn_at_once(prepared, schedule, options.stop, partial(_work_on_part, prepared, options))
+        yield options
+
+
+def _work_on_part(prepared: Prepared, options: RunOptions, part: TaskPart, stop: HostStop) -> None:
+    own = replace(options, label=f"{options.label}{part.name}: ", stop=stop)
+    with _launcher(prepared, own, part) as launcher:
+        launcher.work(replace(job_of(prepared, own, launcher.resources.threads), part=part))
+
+
+@contextmanager
+def _launcher(prepared: Prepared, options: RunOptions, part: TaskPart | None = None) -> Iterator[Launcher]:
+    """Yield the launcher that the config and the options mean; what its workers run on is held inside.
+
+    Args:
+        part: the part of the run that it launches; None: what is left of it.
+    """
+    if part is not None and options.processes is not None:
+        from raycl.launch.task_processes import ProcessRun
+
+        yield ProcessRun(options.processes, prepared, options)
+        return
     if options.in_process is not None or prepared.config.launch.mode == "local":
         from raycl.launch.local import LocalProcess
 

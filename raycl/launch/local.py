@@ -20,6 +20,7 @@ from raycl.launch.worker import Worker, work
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources, TrainingJob
 from raycl.training.definition.settings import LaunchConfig
+from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.memory import forget_peak
 
@@ -55,27 +56,39 @@ class LocalProcess:
             RunError: the run failed. UnreachableError: its store does not answer.
         """
         options, storage = self._options, self._prepared.storage
-        device = torch.device("cuda" if self.resources.gpus else "cpu")
-        is_hosted = options.in_process is not None
-        worker = Worker(DistributedContext.alone(device), options.shared, restarts=is_hosted)
         try:
-            with in_process_worker(), ExitStack() as stack:
-                stack.push(partial(_leave_fault, storage, job.driver))
-                work(job, worker)
+            work_here(job, self.resources, options.shared, restarts=options.in_process is not None)
         except UnreachableError:
             raise
         except RayclError as error:
             raise RunError(f"{error} (run {storage.uri})") from error
 
 
+def work_here(
+    job: TrainingJob, resources: Resources, shared: SharedReader | None = None, restarts: bool = False
+) -> None:
+    """Do the job in this process; an exception that is none of ours is recorded for the status of the run.
+
+    Args:
+        shared, restarts: see `Worker`.
+
+    Raises:
+        RayclError: the run failed.
+    """
+    world = DistributedContext.alone(torch.device("cuda" if resources.gpus else "cpu"))
+    with in_process_worker(), ExitStack() as stack:
+        stack.push(partial(_leave_fault, job.storage, job.driver))
+        work(job, Worker(world, shared, restarts=restarts))
+
+
 def own_resources(launch: LaunchConfig) -> Resources:
-    """Return what a run with `launch.mode=local` uses: all CPUs and a GPU that this process may use, unless the config
-    says.
+    """Return what each process of a run with `launch.mode=local` uses: its share of the CPUs that this process may use,
+    and a GPU, unless the config says.
 
     Raises:
         LaunchError: the config asks for a GPU, and there is none.
     """
-    cpus = launch.cpus_per_worker or float(available_cpus())
+    cpus = launch.cpus_per_worker or max(1.0, float(available_cpus() // launch.parallel_tasks))
     gpus = float(torch.cuda.is_available()) if launch.gpus_per_worker is None else launch.gpus_per_worker
     if gpus and not torch.cuda.is_available():
         raise LaunchError(

@@ -26,6 +26,7 @@ from raycl.launch.crashes import error_file, leave_error
 from raycl.launch.follow import follow
 from raycl.launch.prepared_run import resume_line
 from raycl.launch.worker import Worker, work
+from raycl.storage import Storage
 from raycl.training.definition.job import Resources, TrainingJob
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.run_config import RunConfig
@@ -85,7 +86,7 @@ class RayTrain:
         Raises:
             RunError: the workers failed. UnreachableError: the run's store does not answer.
         """
-        config, storage = self._prepared.config, self._prepared.storage
+        config, storage = self._prepared.config, job.storage
         named = clusters.named(config.launch.address) is not None
         for name, value in {**DEFAULTS, **({} if named else DEFAULTS_HERE)}.items():
             os.environ.setdefault(name, value)
@@ -105,21 +106,21 @@ class RayTrain:
         )
         _drop_helpers(trainer, HELPERS if named else HELPERS_HERE)
         try:
-            with self._progress():
+            with self._progress(storage):
                 _fit(trainer)
         except ray.train.TrainingFailedError as error:
             failures = getattr(error, "worker_failures", {}).values()
             cause = next((failure for failure in failures if isinstance(failure, UnreachableError)), error)
             raise_failed(self._prepared, job, cause)
-        raise_left(self._prepared, job)
+        raise_left(job)
 
     @contextmanager
-    def _progress(self) -> Iterator[None]:
+    def _progress(self, storage: Storage) -> Iterator[None]:
         """Log the workers' progress lines, and before them the resources that they wait for."""
         workers = self._prepared.config.launch.workers
         requested = {name: amount * workers for name, amount in self.resources.named().items()}
         waiting = clusters.log_while_pending(clusters.is_pending, requested, LOWER)
-        with waiting, follow(self._prepared.storage, self._options.label):
+        with waiting, follow(storage, self._options.label):
             yield
 
 
@@ -138,7 +139,7 @@ def work_as(world: DistributedContext, job: TrainingJob, report: Callable[[Tree]
     Args:
         report: see `Worker`.
     """
-    storage = job.storage
+    storage = job.run_storage
     if not storage.exists(CONFIG):
         raise RunError(
             f"the worker on {socket.gethostname()} does not see '{storage.uri}': "
@@ -201,7 +202,7 @@ def worker_resources(config: RunConfig, share: int = 1) -> Resources:
     launch, nodes = config.launch, clusters.nodes()
     gpus = sum(node.gpus for node in nodes)
     gpu = launch.gpus_per_worker if launch.gpus_per_worker is not None else float(gpus >= launch.workers)
-    cpu = launch.cpus_per_worker or (1.0 if gpu else clusters.even_cpus(nodes, launch.workers * share))
+    cpu = launch.cpus_per_worker or (1.0 if gpu else clusters.even_cpus(nodes, launch.at_once * share))
     resources = Resources(cpu, gpu)
     if not launch.wait_for_nodes and clusters.held(nodes, resources) < launch.workers:
         raise LaunchError(
@@ -212,13 +213,13 @@ def worker_resources(config: RunConfig, share: int = 1) -> Resources:
     return resources
 
 
-def raise_left(prepared: Prepared, job: TrainingJob) -> None:
+def raise_left(job: TrainingJob) -> None:
     """Raise the error of ours that ended the workers, if there is one.
 
     Raises:
         RunError: its message.
     """
-    storage = prepared.storage
+    storage = job.storage
     if storage.exists(file := error_file(job.driver)):
         raise RunError(f"{storage.read_json(file)['message']} (run {storage.uri})")
 
@@ -231,9 +232,8 @@ def raise_failed(prepared: Prepared, job: TrainingJob, cause: BaseException) -> 
     """
     if isinstance(cause, UnreachableError):
         raise cause
-    storage = prepared.storage
-    message = f"the workers failed: {cause_of(cause)}; continue with {resume_line(storage, prepared.config)}"
-    leave_error(storage, job.driver, RunError(message))
+    message = f"the workers failed: {cause_of(cause)}; continue with {resume_line(prepared.storage, prepared.config)}"
+    leave_error(job.storage, job.driver, RunError(message))
     raise RunError(message) from cause
 
 

@@ -208,7 +208,7 @@ class WarmRun:
             RunError: it failed. UnreachableError: the run's store does not answer.
         """
         limit = self._prepared.config.launch.max_failures
-        with follow(self._prepared.storage, self._options.label):
+        with follow(job.storage, self._options.label):
             for failures in itertools.count():
                 try:
                     with self._workers.acquired(self.resources, self._options.stop) as worker:
@@ -216,7 +216,7 @@ class WarmRun:
                             ray.get(worker.actor.work.remote(job))
                     return
                 except RayError as error:
-                    raise_left(self._prepared, job)
+                    raise_left(job)
                     cause = _cause(error)
                     if failures == limit:
                         raise_failed(self._prepared, job, cause)
@@ -244,5 +244,5 @@ def runs_held(configs: Iterable[RunConfig]) -> int:
     if any(clusters.named(config.launch.address) is None for config in planned):
         return 1
     nodes = clusters.nodes()
-    held = [clusters.held(nodes, worker_resources(config, len(nodes))) // config.launch.workers for config in planned]
+    held = [clusters.held(nodes, worker_resources(config, len(nodes))) // config.launch.at_once for config in planned]
     return max(1, min(held))

@@ -18,7 +18,7 @@ from raycl.plugins import require
 from raycl.storage import Storage
 from raycl.training import assembly
 from raycl.training.definition.inputs import version_changes
-from raycl.training.definition.job import TrainingJob
+from raycl.training.definition.job import TaskPart, TrainingJob
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import StreamEvaluation
@@ -26,13 +26,14 @@ from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.phase.trainer import OpenEngine
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
-from raycl.training.records.journal import read_state
+from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.named_bank import snapshot_at
 from raycl.training.records.recorder import Listeners
 from raycl.training.records.run_folder import CONFIG, wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
+from raycl.training.task_parts import LoneTask, score_row
 from raycl.training.tracking.tracker import Tracker
 from raycl.training.tracking.trackers import open_trackers
 from raycl.training.workers.control import Control, hang_file
@@ -83,6 +84,9 @@ def work(job: TrainingJob, worker: Worker) -> None:
         control = Control(storage, world, job.driver, hang_s, host=job.stop)
         with control, ExitStack() as stack:
             stack.push(Crashes(storage, world, control, job.config, worker.restarts).at_exit)
+            if job.part is not None and job.part.kind != "begin":
+                _work_on_task(job, job.part, worker, config, control, stack)
+                return
             context, open_engine = _begun(job, worker, config, storage, control)
             trackers = open_trackers(config.tracking, job.name, job.config, job.folder) if world.is_first else ()
             for tracker in trackers:
@@ -93,15 +97,38 @@ def work(job: TrainingJob, worker: Worker) -> None:
             finally:
                 if world.is_first:
                     _copy_config(storage)
+            _log_attempt(loop.journal, storage, stack)
             if loop.journal is not None:
-                stack.enter_context(run_log(storage, loop.journal.attempt))
                 _log_earlier(storage, loop, job.driver)
-            loop.run()
+            loop.run(None if job.part is None else 1)
     except UnreachableError:
         raise  # there is no place to write it to, and a worker that is started again may find the store back
     except RayclError as error:
         leave_error(storage, job.driver, error)
         raise
+
+
+def _work_on_task(
+    job: TrainingJob, part: TaskPart, worker: Worker, config: RunConfig, control: Control, stack: ExitStack
+) -> None:
+    """Learn one task of the run without the others, or score its row of the matrix."""
+    world, storage = worker.world, job.storage
+    context, open_engine = assembly.build(config, world, job.singles, job.replaces, job.commit)
+    phase = context.phases[part.phase]
+    if part.kind == "learn":
+        task = LoneTask(context, open_engine, storage, phase, world, control, worker.shared)
+        _log_attempt(task.recorder.journal, storage, stack)
+        task.learn()
+        return
+    summary = {"workers": world.size, "driver": job.driver}
+    journal = Journal.claim(storage, context.info, **summary) if world.is_first else None
+    _log_attempt(journal, storage, stack)
+    score_row(context, job.run_storage, storage, phase, world, control, journal, worker.shared)
+
+
+def _log_attempt(journal: Journal | None, storage: Storage, stack: ExitStack) -> None:
+    if journal is not None:
+        stack.enter_context(run_log(storage, journal.attempt))
 
 
 def _begun(

@@ -22,7 +22,14 @@ from raycl.bank.tensor_groups import TensorGroups
 from raycl.bank.tensors import StoredAdapter, StoredTensors
 from raycl.config import Section, Tree, as_tree
 from raycl.errors import ConfigError
-from raycl.methods.capabilities import Constraint, LocalAdaptation, RouterModule, SampleGenerator, TaskRemoval
+from raycl.methods.capabilities import (
+    Constraint,
+    LocalAdaptation,
+    RouterModule,
+    SampleGenerator,
+    TaskJoin,
+    TaskRemoval,
+)
 from raycl.methods.context import TaskContext
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.statistics import BareTexts
@@ -217,7 +224,8 @@ class MethodConfig(Section):
 
     @property
     def independent_tasks(self) -> bool:
-        """Return whether no task depends on the tasks before it, so that two snapshots can be merged."""
+        """Return whether no task depends on the tasks before it, so that two snapshots can be merged, and several
+        tasks be learned at the same time (`Method.join_task`)."""
         return False
 
     @property
@@ -292,6 +300,9 @@ class Method:
         local_adaptation: evaluation adapts weights to each text before it is answered; None: it does not.
         allocation: creates the parameters that `begin_task` trains without the phase's data, to estimate their size;
             None: `begin_task` needs none.
+        join_task: takes over a task that another worker group has learned by itself; None: tasks are learned one after
+            another.
+        tasks_elsewhere: number of earlier tasks that other worker groups learn, and of which this one knows nothing.
         transforms_gradients: it has a `transform_gradients` of its own.
         mixes_gradients: its result for one value depends on other values, so it needs complete gradients.
         adds_penalty: it has a `penalty` of its own.
@@ -341,6 +352,8 @@ class Method:
         self.local_adaptation: LocalAdaptation | None = None
         self.bare = BareTexts()
         self.allocation: Callable[[Phase], None] | None = None
+        self.join_task: TaskJoin | None = None
+        self.tasks_elsewhere = 0
         self.transforms_gradients: bool = type(self).transform_gradients is not Method.transform_gradients
         self.mixes_gradients: bool = self.transforms_gradients and not self.scales_gradients
         self.adds_penalty: bool = type(self).penalty is not Method.penalty

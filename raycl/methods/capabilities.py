@@ -1,14 +1,19 @@
 """Capabilities that a method may declare in addition to its hooks, for engines, the evaluator and passes for
 parameters."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from raycl.backbone import Backbone, BackboneConfig
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.types import Batch
+
+if TYPE_CHECKING:
+    from raycl.methods.base import Learned
 
 
 class RouterModule(Protocol):
@@ -63,6 +68,18 @@ class TaskRemoval(Protocol):
         Args:
             adapters: names of the task's adapters.
             keep: a task whose adapters have these names, learned next, begins with their weights.
+        """
+        ...
+
+
+class TaskJoin(Protocol):
+    """Takes over a task that a method of the same settings has learned without knowing the other tasks."""
+
+    def __call__(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Learned:
+        """Return what `Method.end_task` returns of the task; it is the newest one from now on.
+
+        Args:
+            values, tensors: state of the other method at the end of its only task (`Method.state_dict`).
         """
         ...
 

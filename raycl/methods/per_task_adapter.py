@@ -35,7 +35,7 @@ from raycl.methods.base import (
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules
 from raycl.methods.trained_adapters import end_training, is_trainable
-from raycl.routing.statistics import KINDS_OF_OUTLINES
+from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
 from raycl.types import Activation, AdapterState, Batch, Mixture, Phase, RouterState
 
 PREVIOUS = "previous"
@@ -167,7 +167,7 @@ class PerTaskAdapter(Method, ABC):
 
     def _number(self) -> int:
         """Seeds differ by this number: of tasks so far."""
-        return 0 if self.starts_anew and self.task_id_given else len(self._learned)
+        return 0 if self.starts_anew and self.task_id_given else self.tasks_elsewhere + len(self._learned)
 
     def _head_labels(self, labels: list[str]) -> list[str]:
         """Return the labels whose head rows are trained with the task."""
@@ -199,6 +199,19 @@ class PerTaskAdapter(Method, ABC):
         if cosines[name] >= threshold:
             self.starts[task] = name
             self._previous = {own: self._learned[known] for own, known in self._pairs(task, name).items()}
+
+    def _joined(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Learned:
+        """Take over the adapters of a task that was learned without the others, after what routes to them.
+
+        Subclasses whose tasks are independent extend it, and set `join_task` to it.
+        """
+        self.backbone.learn_labels(values["labels"])
+        self.bare.join(BareTexts.of(under(f"{TEXTS}/", tensors)))
+        scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in values["learned"]}
+        states = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)
+        self._load(states, later=True)
+        self.owners |= {name: list(tasks) for name, tasks in values["owners"]}
+        return Learned(dict(states), owners=dict(self.owners), router=self._router())
 
     def _pairs(self, task: str, known: str) -> dict[str, str]:
         """Return adapter of a new task -> adapter of a known one with whose values it begins."""

@@ -99,6 +99,11 @@ class ClassGaussians:
             self.samples[name] = sample_ND
         self._scores = self._calibrator = None
 
+    def join(self, other: ClassGaussians) -> None:
+        """Add the tasks of another."""
+        for name in other.names:
+            self.add(name, other.means[name], other.covariances[name], other.samples.get(name))
+
     def nearest(self, queries_BD: Tensor) -> Tensor:
         """Return `[B]`, the number of the adapter with the nearest class; of equals the first."""
         directions_KD, offsets_K, _, owners_K = self._prepared(queries_BD.device)

@@ -308,6 +308,11 @@ class BareTexts:
         self._outlines[name] = Outline.of(queries_ND[:, :WIDEST].cpu(), sample_nD)
         self._found = self._calibrator = None
 
+    def join(self, other: BareTexts) -> None:
+        """Add the phases of another."""
+        self._outlines |= other._outlines
+        self._found = self._calibrator = None
+
     def rated(self, mixture: Mixture, queries_BD: Tensor) -> Mixture:
         """Return a mixture with out-of-distribution distances and scores of its texts, where dev texts were kept."""
         if not self._has_samples:

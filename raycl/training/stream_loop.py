@@ -10,22 +10,24 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from raycl.scoring.scored_task import line_of
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import StreamEvaluation, score_phase
+from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, score_phase, tasks_with_data
+from raycl.training.phase.task_end import join_task
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.recorder import Listeners, Recorder
 from raycl.training.records.restoration import complete_bank, restore_objects
 from raycl.training.records.results import BARE, bare_cells
-from raycl.training.records.resume import newest_resume_point
+from raycl.training.records.resume import load_checkpoint, newest_resume_point
+from raycl.training.records.task_records import TaskRecords
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.control import Control
-from raycl.training.workers.distributed import DistributedContext
-from raycl.training.workers.memory import peak_memory_mb, resident_memory_mb
+from raycl.training.workers.distributed import DistributedContext, memory_used
 from raycl.training.workers.stopping import StopRequested
-from raycl.types import Phase
+from raycl.types import Phase, Score
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -69,9 +71,17 @@ class StreamLoop:
             first = len(self.state.phases)
             for phase in self.context.phases[first:last]:
                 self._pause("preparing", phase, phase.name)
-                done = pending if pending and pending.is_phase_end else self.trainer.train(phase, pending)
-                record = self._record(phase, done)
-                if not self.recorder.phase(phase, record):
+                task = TaskRecords.of(self.storage, phase, self.world)
+                if pending and pending.is_phase_end:
+                    done = pending
+                elif pending is None and task.learned is not None:
+                    done = self._join(phase, task)
+                else:
+                    done = self.trainer.train(phase, pending)
+                continues = self.recorder.phase(phase, self._record(phase, done, task))
+                if task.learned is not None and self.world.is_first:
+                    task.delete()
+                if not continues:
                     return
                 pending = None
         except StopRequested:
@@ -95,10 +105,7 @@ class StreamLoop:
                 self._bare[kind] |= {name: asdict(cell) for name, cell in score(self._bare[kind]).items()}
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
-        """Stop here if it is requested, between two pieces of work other than optimizer steps. Collective."""
-        self.control.progress(activity, phase=phase.index, phases=len(self.context.phases), task=task)
-        if self.control.stop.requested(now=True):
-            raise StopRequested
+        self.control.pause(activity, phase=phase.index, phases=len(self.context.phases), task=task)
 
     def _restore(self) -> Checkpoint | None:
         """Restore the newest readable checkpoint; returns it if its phase is not recorded yet."""
@@ -115,21 +122,35 @@ class StreamLoop:
             self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
         if checkpoint is None:
             return None
-        self.context.method.load_state_dict(checkpoint.method, checkpoint.frozen_state)
-        self.context.modifiers.load_state(checkpoint.modifiers, checkpoint.frozen_state)
-        if checkpoint.is_phase_end:
-            self.context.load_learned(checkpoint.parameters)
+        load_checkpoint(self.context, checkpoint)
         return checkpoint if checkpoint.phase == len(self.state.phases) else None
 
-    def _record(self, phase: Phase, done: Checkpoint) -> dict[str, Any]:
-        """Evaluate the phase; returns its record for the journal."""
+    def _join(self, phase: Phase, task: TaskRecords) -> Checkpoint:
+        """Join a task that a worker group has learned by itself, and write the phase's last checkpoint. Collective."""
+        recorder = self.recorder
+        learned, done = join_task(self.context, phase, task.checkpoint(self.world, recorder.objects.shared))
+        if self.world.is_first:
+            log.info("[%d/%d] %s: joined", phase.index + 1, len(self.context.phases), phase.name)
+            recorder.add_steps(phase, task.steps())
+        recorder.publish(phase, self.context.schedule.published(phase, self.context.method, learned), done)
+        recorder.save(done)
+        return done
+
+    def _record(self, phase: Phase, done: Checkpoint, task: TaskRecords) -> dict[str, Any]:
+        """Evaluate the phase, unless its own worker group has; returns its record for the journal."""
         context = self.context
         before = partial(self._pause, "evaluating", phase)
-        score = score_phase(context, phase, self.world, self.storage, before, done)
+        scored = None if task.scored is None else _scored(task.scored)
+        score = score_phase(context, phase, self.world, self.storage, before, done, scored)
+        if scored is not None and self.world.is_first:
+            for evaluated in tasks_with_data(context, phase):
+                log.info("%s", line_of(evaluated.name, Score(**scored.row[evaluated.name])))
         row = score.row
         if context.schedule.one_model_per_task and self.state.phases:
             row = {**self.state.phases[-1]["row"], **row}
         times = self._times(phase, done, score.eval_s)
+        for elsewhere in (task.learned, task.scored):
+            times |= {name: max(times[name], value) for name, value in _memory(elsewhere).items()}
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
         record |= {name: cells for name in ("unseen", "other_row") if (cells := getattr(score, name))}
         for kind, cells in self._bare.items():
@@ -157,6 +178,15 @@ class StreamLoop:
             "tokens_per_s": tokens / train_s if train_s else None,
             "step_bytes": int(done.spent.get("step_bytes", 0)),
             "trained_parameters": int(done.spent.get("trained_parameters", 0)),
-            "peak_memory_mb": max(world.gather(peak_memory_mb(world.device))),
-            "resident_memory_mb": max(world.gather(resident_memory_mb())),
+            **memory_used(world),
         }
+
+
+def _scored(record: dict[str, Any]) -> ScoredRow:
+    """Return the row that the journal of a task's own folder has."""
+    times = record["times"]
+    return ScoredRow(record["row"], record.get("unseen", {}), {}, record["summary"], times["eval_s"])
+
+
+def _memory(record: dict[str, Any] | None) -> dict[str, float]:
+    return {} if record is None else {name: record["times"][name] for name in ("peak_memory_mb", "resident_memory_mb")}

@@ -74,6 +74,7 @@ class Epi(ModulePerTask):
             BackboneError: `target_modules` matches no linear, or a prefix none that it could be at.
         """
         super().__init__(config, backbone, seed, config.form("probability"))
+        self.join_task = self._joined
         self.gaussians: ClassGaussians = ClassGaussians(config.ridge)
         self._queries = TextQueries(backbone, self.stack)
 
@@ -153,10 +154,16 @@ class Epi(ModulePerTask):
         return values, tensors | {f"router/{name}": tensor for name, tensor in self.gaussians.tensors().items()}
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        self.gaussians = ClassGaussians.of(
-            {**values["gaussians"], "ridge": self.config.ridge}, under("router/", tensors)
-        )
+        self.gaussians = self._restored(values, tensors)
         super().load_state_dict(values, tensors)
+
+    def _joined(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Learned:
+        self.gaussians.join(self._restored(values, tensors))
+        return super()._joined(values, tensors)
+
+    def _restored(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ClassGaussians:
+        settings = {**values["gaussians"], "ridge": self.config.ridge}
+        return ClassGaussians.of(settings, under("router/", tensors))
 
     @classmethod
     def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:

@@ -178,6 +178,7 @@ class Slm(PerTaskAdapter):
         targets = () if is_prompt else config.target_modules
         mixing = config.prompt_mixing if is_prompt else None
         super().__init__(config, backbone, seed, AdapterForm(targets, 1.0, config.head_rule, activation, mixing))
+        self.join_task = self._joined
         self.encoder: SentenceEncoder = encoder
         per_group = config.value_layout == "per_group"
         kind: Kind = "discriminant" if config.router == "discriminant" else "keys"
@@ -233,7 +234,7 @@ class Slm(PerTaskAdapter):
         return dict(pairs)
 
     def _number(self) -> int:
-        return len(self.router.tasks)
+        return self.tasks_elsewhere + len(self.router.tasks)
 
     def _shared_head(self, labels: Sequence[str]) -> AdapterState | None:
         """Rule `label_count`: the first head with so many labels is shared by all slots."""
@@ -263,9 +264,20 @@ class Slm(PerTaskAdapter):
     def end_task(self, context: TaskContext) -> Learned:
         """Slots are frozen, and go to the bank with their label rows; router `auto` is selected by dev texts."""
         states = self._freeze(context)
+        self._select()
+        return self._published(context, states)
+
+    def _select(self) -> None:
         if self.config.router == "auto":
             self.router.select()
-        return self._published(context, states)
+
+    def _joined(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Learned:
+        """Take over the task's keys too, and select the router again, by the dev texts of all tasks so far."""
+        alone = _restored(RouterState(values["router"]["kind"], values["router"]["settings"]), tensors)
+        for task in alone.tasks:
+            self.router.take(task, alone)
+        self._select()
+        return super()._joined(values, tensors)
 
     def _router(self) -> RouterState:
         settings = self.router.settings()

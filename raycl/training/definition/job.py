@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from raycl.config import Tree
 from raycl.plugins import Used
@@ -30,6 +31,27 @@ class Resources:
 
 
 @dataclass(frozen=True)
+class TaskPart:
+    """A part of a run whose tasks are learned at the same time (`launch.parallel_tasks`).
+
+    Attributes:
+        kind: learn: the task of a phase, without any other task; score: the phase's row of the matrix, once all its
+            tasks are learned; begin: what comes before the first task that is learned: the start from a snapshot, and
+            a phase that has a checkpoint already.
+        phase: index of the phase. name: its name.
+    """
+
+    kind: Literal["begin", "learn", "score"]
+    phase: int
+    name: str
+
+    @property
+    def folder(self) -> str:
+        """The folder of the phase in that of the run, which holds what is done of it apart from the others."""
+        return f"tasks/{self.phase:03d}-{self.name}"
+
+
+@dataclass(frozen=True)
 class TrainingJob:
     """A run as its workers get it, all of them the same.
 
@@ -46,6 +68,7 @@ class TrainingJob:
         fork_points: number of finished phases -> folder that then gets a fork point.
         stop: where a sweep or a comparison requests that its runs stop.
         draw: draws the matrix of a result tree as a PNG, for trackers.
+        part: the part of the run that these workers do; None: all that is left of it.
     """
 
     config: Tree
@@ -62,8 +85,16 @@ class TrainingJob:
     fork_points: dict[int, str] = field(default_factory=dict)
     stop: HostStop | None = None
     draw: Draw | None = None
+    part: TaskPart | None = None
+
+    @property
+    def run_storage(self) -> Storage:
+        """The run's folder, with the retries of its config."""
+        return Storage.at(self.folder).with_retries(self.config["output"]["retry_s"])
 
     @property
     def storage(self) -> Storage:
-        """The run's folder, with the retries of its config."""
-        return Storage.at(self.folder).with_retries(self.config["output"]["retry_s"])
+        """The folder of these workers: the run's, or that of their task."""
+        if self.part is None or self.part.kind == "begin":
+            return self.run_storage
+        return self.run_storage.sub(self.part.folder)

@@ -148,11 +148,19 @@ class LaunchConfig(Section):
     mode: Literal["ray", "local"] = Field(
         "ray",
         description="ray: workers of Ray Train; local: this process is the only worker, without Ray: it starts in "
-        "seconds, and a debugger stops in it",
+        "seconds, and a debugger stops in it. Tasks that are learned at the same time (parallel_tasks) are learned in "
+        "processes that it starts",
     )
     workers: int = Field(1, ge=1, description="processes that train together")
+    parallel_tasks: int = Field(
+        1,
+        ge=1,
+        description="tasks that are learned at the same time, each by worker groups of its own, by methods whose tasks "
+        "do not depend on each other; they are joined in the stream's order, and the results are those of one task "
+        "after another. 1: one after another",
+    )
     cpus_per_worker: float | None = Field(
-        None, gt=0, description="CPUs of a worker; null: the cluster's CPUs shared evenly"
+        None, gt=0, description="CPUs of a worker; null: the cluster's CPUs shared evenly by all workers"
     )
     gpus_per_worker: float | None = Field(
         None, ge=0, description="GPUs of a worker; null: 1 if the cluster has one for each worker"
@@ -173,6 +181,11 @@ class LaunchConfig(Section):
         description="a worker that makes no progress for so many seconds is ended, and the group starts again; null: "
         "never. Longer than its longest step: an optimizer step, the evaluation of one task, preparing one",
     )
+
+    @property
+    def at_once(self) -> int:
+        """Return the number of workers that a run has at the same time, in all its groups."""
+        return self.workers * self.parallel_tasks
 
     @model_validator(mode="after")
     def _one_worker_in_this_process(self) -> Self:

@@ -323,19 +323,25 @@ def score_phase(
     storage: Storage,
     before: Before,
     done: Checkpoint,
+    known: ScoredRow | None = None,
 ) -> ScoredRow:
     """Evaluate the context's model as it is. Collective.
 
     Args:
         done: the phase's last checkpoint, with its router.
+        known: what another worker group has scored already with the same model.
     """
     began = time.perf_counter()
     router = PublishedRouter.of(context.method, done, context.evaluation)
     is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"
     alone = TextAlone.after(context, storage, done, router) if is_last or not is_given else None
     evaluation = StreamEvaluation(context, world, storage, router, before, None if is_given else alone)
-    row = evaluation.row(phase)
-    unseen = evaluation.unseen() if is_last else {}
+    if known is None:
+        row = _cells(evaluation.row(phase))
+        unseen = _cells(evaluation.unseen()) if is_last else {}
+        observed = evaluation.observations.means(world.gather)
+        summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
+        known = ScoredRow(row, unseen, {}, summary, 0.0)
     other: dict[str, Score] = {}
     wants_other = is_last and context.evaluation.other_row
     if wants_other and alone is not None and alone.differs(tasks_with_data(context, phase)):
@@ -345,10 +351,7 @@ def score_phase(
         folder = "chosen" if is_given else "given"
         chosen = alone if is_given else None
         other = replace(evaluation, alone=chosen, folder=folder, observations=Observations()).row(phase)
-    eval_s = time.perf_counter() - began
-    observed = evaluation.observations.means(world.gather)
-    summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
-    return ScoredRow(_cells(row), _cells(unseen), _cells(other), summary, eval_s)
+    return replace(known, other_row=_cells(other), eval_s=known.eval_s + time.perf_counter() - began)
 
 
 def _cells(scores: dict[str, Score]) -> dict[str, Any]:

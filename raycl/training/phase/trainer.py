@@ -9,11 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
-from raycl.routing.routers import with_package, with_text
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
@@ -21,9 +19,9 @@ from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
 from raycl.training.phase.known_texts import learn_texts
-from raycl.training.phase.routing import router_record
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
+from raycl.training.phase.task_end import keep_learned
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
 from raycl.training.records.recorder import Recorder
@@ -53,7 +51,14 @@ class TaskTrainer:
         world: DistributedContext,
         recorder: Recorder,
         control: Control,
+        alone: bool = False,
     ) -> None:
+        """Set up.
+
+        Args:
+            alone: other worker groups train the other phases.
+        """
+        self.alone = alone
         self.context = context
         self.open_engine = open_engine
         self.world = world
@@ -89,6 +94,8 @@ class TaskTrainer:
         if self.world.is_first:
             later, seconds = sum(by_phase[phase.index + 1 :]), time.perf_counter() - began
             prepared_s = 0.0 if method.config.fits_ahead else seconds
+            if self.alone:
+                later, prepared_s = 0, 0.0
             self.recorder.progress.begin(phase, loader.order.count, steps, start, later, prepared_s)
         self.control.progress("training", step=start, steps=steps, steps_by_phase=by_phase)
         backbone.train()
@@ -203,18 +210,10 @@ class TaskTrainer:
         context = self.context
         learn_texts(context.method, task_context)
         learned: Learned | None = context.method.end_task(task_context)
-        done.method, done.frozen_state = context.method.state_dict()
-        done.modifiers = context.modifiers.state()
-        kept = trained_names(context.backbone)
-        values = done.parameters if context.method.trains_backbone else task_context.parameters
-        done.parameters = {name: values[name] for name in kept if name in values}
+        if not context.method.trains_backbone:  # a method may have changed what it trained
+            done.parameters = dict(task_context.parameters)
+        keep_learned(context, phase, learned, done)
         if learned is not None:
-            learned.router = with_text(with_package(learned.router), context.method.config.routed_text)
-            if bare := context.method.learner.bare.tensors():
-                learned.router = replace(learned.router, tensors={**learned.router.tensors, **bare})
-            seen = [task.name for earlier_phase in context.phases[: phase.index + 1] for task in earlier_phase.tasks]
-            done.router, tensors = router_record(learned, seen)
-            done.frozen_state = TensorGroups.of(done.frozen_state) | tensors
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)
         done.parameters = {}  # they may be the engine's own memory, which evaluation can use

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,9 +115,23 @@ class Recorder:
         """Record an optimizer step."""
         if self.trace is None:
             return
-        self.trace.add(phase, step, result, seconds)
+        self._keep_step(phase, step, result, seconds)
         if self.progress.step(phase, step, steps, result, seconds):
             self.trace.flush()
+
+    def add_steps(self, phase: Phase, steps: Sequence[dict[str, Any]]) -> None:
+        """Record the optimizer steps of a phase that another worker group has trained.
+
+        Args:
+            steps: records of its trace.
+        """
+        for record in steps if self.trace is not None else ():
+            result = StepResult(**{field.name: record[field.name] for field in fields(StepResult)})
+            self._keep_step(phase, record["step"], result, record["seconds"])
+
+    def _keep_step(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:
+        assert self.trace is not None, "the first worker records steps"
+        self.trace.add(phase, step, result, seconds)
         if self.listeners.trackers:
             names = ("loss", "grad_norm", "learning_rate")
             values = {f"train/{name}": getattr(result, name) for name in names}

@@ -12,6 +12,7 @@ from typing import Any
 
 from raycl.errors import CheckpointError, RunError, StorageError
 from raycl.storage import Storage
+from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState
 from raycl.training.records.tensor_objects import TensorObjects
@@ -43,12 +44,21 @@ class ResumePoint:
         return f"{'; '.join(self.problems)}: the run continues from {where}{again}; its results will be the same"
 
 
+def load_checkpoint(context: TrainingContext, checkpoint: Checkpoint) -> None:
+    """Give method and modifiers the state of a checkpoint; at the end of a phase, the backbone what was learned."""
+    context.method.load_state_dict(checkpoint.method, checkpoint.frozen_state)
+    context.modifiers.load_state(checkpoint.modifiers, checkpoint.frozen_state)
+    if checkpoint.is_phase_end:
+        context.load_learned(checkpoint.parameters)
+
+
 def newest_resume_point(
     storage: Storage,
     state: RunState,
     world: DistributedContext,
     objects: TensorObjects | None = None,
     restore: Callable[[], bool] = lambda: False,
+    elsewhere: int = 0,
 ) -> ResumePoint:
     """Return the newest checkpoint that every worker can read. Collective.
 
@@ -56,6 +66,7 @@ def newest_resume_point(
         objects: see `read_checkpoint`.
         restore: completes the bank whose objects checkpoints name, and returns whether that changed anything; called
             once, on the first worker, where a checkpoint cannot be read.
+        elsewhere: number of earlier phases that other worker groups learn, and `state` does not record.
 
     Raises:
         RunError: phases are finished but no checkpoint is whole, or one is of another version.
@@ -64,7 +75,7 @@ def newest_resume_point(
     names, phases, manifests = state.checkpoints, state.phases, state.manifests
     point, problems, newest, tried = None, [], len(names) - 1, False
     while point is None and newest >= 0:
-        point, reasons = _read_by_all(storage, names[newest], manifests, len(phases), world, objects)
+        point, reasons = _read_by_all(storage, names[newest], manifests, elsewhere + len(phases), world, objects)
         if point is None and not tried:
             tried = True
             with world.shared_errors():
@@ -78,7 +89,7 @@ def newest_resume_point(
             f"no checkpoint of '{storage.uri}' is whole, though {len(phases)} phases are finished "
             f"({'; '.join(problems) or 'none is recorded'}): restore one from a copy, or start a new run"
         )
-    kept = phases[: point.covers] if point is not None else []
+    kept = phases[: point.covers - elsewhere] if point is not None else []
     lost = len(phases) - len(kept)
     if lost and not problems:
         problems.append(f"checkpoint '{names[newest]}' is older than the last phase record")

@@ -41,6 +41,7 @@ from raycl.training.setup.method_checks import (
     check_objective,
     check_optimizer,
     check_packing,
+    check_parallel,
     check_prompt_positions,
     check_quantized,
     check_roles,
@@ -81,6 +82,7 @@ def check(config: RunConfig) -> Stream:
     skeleton.packs = config.train.packing
     method = method_class(config.method.name)(config.method, skeleton, config.seed)
     SCHEDULES[config.stream.schedule]().attach(method, skeleton)
+    check_parallel(config, method)
     check_quantized(config, method)
     check_adaptation(config, method)
     make_modifiers(config, method)

@@ -13,7 +13,7 @@ from raycl.data.prompts import Prompt
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
-from raycl.methods.registry import method_class
+from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.routing.statistics import KEPT
 from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.optimizers.registry import optimizer_class, optimizer_names
@@ -63,6 +63,29 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(
             "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
             "use zero_stage 1, 2 or 3, or engine=torch"
+        )
+
+
+def check_parallel(config: RunConfig, method: Method) -> None:
+    """Refuse to learn tasks at the same time where one depends on another.
+
+    Raises:
+        ConfigError: the method or its settings couple tasks, a modifier does, or a schedule has other phases.
+    """
+    if config.launch.parallel_tasks == 1:
+        return
+    reason = ""
+    if config.stream.schedule != "sequential":
+        reason = f"stream.schedule={config.stream.schedule} has phases of another kind"
+    elif config.modifiers:
+        reason = f"modifier '{next(iter(config.modifiers))}' keeps what it has seen of earlier tasks"
+    elif not config.method.independent_tasks or method.join_task is None:
+        reason = f"with method '{config.method.name}' and these settings a task depends on the tasks before it"
+    if reason:
+        able = " or ".join(name for name in METHODS if method_config({"name": name}).independent_tasks)
+        raise ConfigError(
+            f"launch.parallel_tasks={config.launch.parallel_tasks} learns tasks at the same time, but {reason}: "
+            f"expected launch.parallel_tasks=1, or method {able} with its default settings and without modifiers"
         )
 
 

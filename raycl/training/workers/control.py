@@ -17,7 +17,7 @@ from typing import Any, Self
 from raycl.errors import StorageError
 from raycl.storage import Storage
 from raycl.training.workers.distributed import DistributedContext
-from raycl.training.workers.stopping import HostStop, StopPoll
+from raycl.training.workers.stopping import HostStop, StopPoll, StopRequested
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -84,6 +84,16 @@ class Control:
         """
         self.activity, self._progress = activity, time.monotonic()
         self._summary = {**self._summary, **summary}
+
+    def pause(self, activity: str, **summary: Any) -> None:
+        """Record progress as `progress`, between two pieces of work other than optimizer steps. Collective.
+
+        Raises:
+            StopRequested: a stop is requested.
+        """
+        self.progress(activity, **summary)
+        if self.stop.requested(now=True):
+            raise StopRequested
 
     @property
     def position(self) -> dict[str, Any]:

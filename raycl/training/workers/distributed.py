@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raycl.errors import RayclError
+from raycl.training.workers.memory import peak_memory_mb, resident_memory_mb
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -110,6 +111,14 @@ class DistributedContext:
         except RayclError as raised:
             error = raised
         self.raise_any(error)
+
+
+def memory_used(world: DistributedContext) -> dict[str, float]:
+    """Return the most memory that a worker has held so far, and the most that one holds now, in MiB. Collective."""
+    return {
+        "peak_memory_mb": max(world.gather(peak_memory_mb(world.device))),
+        "resident_memory_mb": max(world.gather(resident_memory_mb())),
+    }
 
 
 def ensure_process_group(world: DistributedContext) -> None:

@@ -1,0 +1,133 @@
+"""The parts of a run whose tasks are learned at the same time: one task alone, and one row of the matrix.
+
+A task is learned as in a run of all tasks: seeds, the order of rows and the order of labels follow from its place in
+the stream, and a method whose tasks are independent uses nothing else of the others. So its state can be joined with
+those of earlier tasks afterwards, as the one worker group of a run has them one after another.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raycl.methods.base import phase_labels
+from raycl.storage import Storage
+from raycl.training.definition.settings import BankConfig
+from raycl.training.definition.training_context import TrainingContext
+from raycl.training.phase.evaluation import score_phase
+from raycl.training.phase.task_end import join_task
+from raycl.training.phase.trainer import OpenEngine, TaskTrainer
+from raycl.training.records.journal import Journal, read_state
+from raycl.training.records.publish import open_bank
+from raycl.training.records.recorder import Listeners, Recorder
+from raycl.training.records.resume import load_checkpoint, newest_resume_point
+from raycl.training.records.task_records import TaskRecords
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
+from raycl.training.workers.control import Control
+from raycl.training.workers.distributed import DistributedContext, memory_used
+from raycl.training.workers.stopping import StopRequested
+from raycl.types import Phase
+
+
+class LoneTask:
+    """The training of one task by a worker group that knows no other task.
+
+    Attributes:
+        recorder: writes to the task's own folder.
+    """
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        open_engine: OpenEngine,
+        storage: Storage,
+        phase: Phase,
+        world: DistributedContext,
+        control: Control,
+        shared: SharedReader | None = None,
+    ) -> None:
+        """Claim the task's folder. Collective.
+
+        Args:
+            storage: the folder. shared: see `TensorObjects`.
+        """
+        context.bank = BankConfig(publish=False)  # the run publishes when it joins the task
+        context.method.tasks_elsewhere = phase.index
+        self._context, self._phase, self._world, self._control = context, phase, world, control
+        self.recorder = Recorder(context, storage, world, Listeners(), control.driver, shared)
+        self._trainer = TaskTrainer(context, open_engine, world, self.recorder, control, alone=True)
+
+    def learn(self) -> None:
+        """Learn the task, from its newest checkpoint on, or until a stop is requested."""
+        context, phase, recorder, world = self._context, self._phase, self.recorder, self._world
+        if recorder.state.phases:
+            return
+        for earlier in context.phases[: phase.index]:  # rows of scores stand in the order of all labels
+            context.backbone.learn_labels(phase_labels(earlier))
+        point = newest_resume_point(recorder.storage, recorder.state, world, recorder.objects, elsewhere=phase.index)
+        if point.problems:
+            recorder.go_back(point.checkpoints, point.phases, point.explanation)
+        done = point.checkpoint
+        if done is not None:
+            load_checkpoint(context, done)
+        try:
+            self._control.pause("preparing", phase=phase.index, phases=len(context.phases), task=phase.name)
+            if done is None or not done.is_phase_end:
+                done = self._trainer.train(phase, done)
+        except StopRequested:
+            return
+        finally:
+            recorder.close()
+        times = {"phase": phase.name, "steps": done.steps, **memory_used(world)}
+        if recorder.journal is not None:
+            recorder.journal.phase_done(_record(phase, times))
+
+
+def score_row(
+    context: TrainingContext,
+    run: Storage,
+    storage: Storage,
+    phase: Phase,
+    world: DistributedContext,
+    control: Control,
+    journal: Journal | None,
+    shared: SharedReader | None = None,
+) -> None:
+    """Score a phase's row of the matrix with the model that the run has after joining its task; it is kept in the
+    folder of the task. Collective.
+
+    What reads the phase's published snapshot is left to the run: the row without instructions of the last phase.
+
+    Args:
+        run: the folder of the run. storage: the folder of the task. journal: its journal, on the first worker.
+
+    Raises:
+        RunError: an earlier task is not learned, or a checkpoint is damaged.
+    """
+    state = world.broadcast(read_state(run) if world.is_first else None)
+    assert state is not None, "the first worker has read it"
+    bank = open_bank(context.bank, run).storage if context.bank.publish or context.bank.start else None
+    done = newest_resume_point(run, state, world, TensorObjects(run, bank, shared)).checkpoint
+    joined = 0
+    if done is not None:
+        load_checkpoint(context, done)
+        joined = done.covers
+    for earlier in context.phases[joined : phase.index + 1]:
+        _, done = join_task(context, earlier, TaskRecords.of(run, earlier, world).checkpoint(world, shared))
+    assert done is not None, "there is a task"
+
+    def before(task: str) -> None:
+        control.pause("evaluating", phase=phase.index, phases=len(context.phases), task=task)
+
+    try:
+        scored = score_phase(context, phase, world, run, before, done)
+    except StopRequested:
+        return
+    times = {"phase": phase.name, "eval_s": scored.eval_s, **memory_used(world)}
+    if journal is not None:
+        kept = {"row": scored.row, "summary": scored.summary, "unseen": scored.unseen}
+        journal.phase_done({**_record(phase, times), **kept})
+
+
+def _record(phase: Phase, times: dict[str, Any]) -> dict[str, Any]:
+    return {"phase": phase.index, "row": {}, "times": times, "bank": {}, "summary": {}, "ended": time.time()}
