@@ -1,7 +1,7 @@
-"""Tables of measured runs in the pages: `make docs-excerpts` writes them anew, and a test keeps them true.
+"""Tables and verdicts of measured runs in the pages: `make docs-excerpts` writes them, and a test keeps them true.
 
 A page names a table of `docs/results/tables.yaml` in a comment; what stands up to the closing comment is generated from
-the CSV files beside it, which have one line a run:
+the CSV files beside it, which have one line a run. Verdicts are those of `raycl report`, on these files:
 
     <!-- table: readme -->
     <!-- /table -->
@@ -13,6 +13,7 @@ import csv
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 import yaml
 
 from raycl.config import load
+from raycl.metrics.paired_comparison import Difference, TaskScore, difference
 from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
+from raycl.operations.report.verdicts import Verdict, corrected, interval_text
 from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
 from raycl.text_tables import short_number
 
@@ -66,6 +69,23 @@ class Study:
             raise ValueError(f"{self.name}.csv has no run of '{row}': correct tables.yaml")
         runs = self._runs[row]
         return [float(runs[seed][column]) for seed in (runs if seeds is None else seeds) if runs[seed][column]]
+
+    def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts on AP of the first row of each pair against the second, corrected over all of them."""
+        return corrected([Verdict(first, second, "ap", self._difference(first, second)) for first, second in pairs])
+
+    def _difference(self, first: str, second: str) -> Difference | None:
+        one, other = self._scores(first), self._scores(second)
+        return difference([(scores, other[seed]) for seed, scores in one.items() if seed in other])
+
+    def _scores(self, row: str) -> dict[str, dict[str, TaskScore]]:
+        self.numbers(row, "ap")
+        return {
+            seed: {
+                column: TaskScore(float(run[column])) for column in run if column.startswith("score_") and run[column]
+            }
+            for seed, run in self._runs[row].items()
+        }
 
     def alone(self, row: str) -> list[float]:
         """AP of the tasks learned alone, for the seeds of a row."""
@@ -121,25 +141,66 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
 
 
 def claims(definition: dict[str, Any], results: Path = RESULTS) -> str:
-    """A table of Markdown: what papers claim, with a line for each row of runs that a claim is about.
+    """A table of Markdown: what papers say is better than what, and the verdict on it by the runs.
 
     Args:
-        definition: `runs`: a CSV file. `claims`: each with its `rows` and what was published of them, the `columns` of
-            `COLUMNS` that it is about, where they are not AP alone, and whether it `holds`.
+        definition: `runs`: a CSV file. `claims`: each with its `source`, the numbers `published` for rows, and `order`:
+            rows with `>` between them, each better than the next.
         results: folder of the CSV file.
     """
     study = Study(results, definition["runs"])
+    pairs = [
+        (claim, first, second)
+        for claim in definition["claims"]
+        for order in claim["order"]
+        for first, second in pairwise(order.split(" > "))
+    ]
     lines = []
-    for claim in definition["claims"]:
-        text, holds = claim["claim"], claim["holds"]
-        for row, published in claim["rows"].items():
-            here = ", ".join(
-                f"{'' if column == 'AP' else f'{column} '}{COLUMNS[column](study, row)}"
-                for column in claim.get("columns", ["AP"])
-            )
-            lines.append([text, f"`{row}`", "" if published is None else str(published), here, holds])
-            text = holds = ""
-    return markdown(["claim", "row", "published", "here", "does it hold?"], lines)
+    before = None
+    for (claim, first, second), verdict in zip(
+        pairs, study.verdicts([(first, second) for _, first, second in pairs]), strict=True
+    ):
+        published = claim.get("published", {})
+        known = [published[row] for row in (first, second) if row in published]
+        lines.append(
+            [
+                "" if claim is before else claim["source"],
+                f"`{first}` > `{second}`",
+                f"{known[0] - known[1]:+z.1f}" if len(known) == 2 else "",
+                "" if verdict.difference is None else f"{verdict.difference.mean:+z.1f}",
+                interval_text(verdict.difference),
+                *_told(verdict, {"better": "yes", "worse": "no, the reverse"}),
+            ]
+        )
+        before = claim
+    heads = ["source", "claim", "published difference", "here", "95 % interval", "seeds", "holds?", "could tell"]
+    return markdown(heads, lines)
+
+
+def best(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """A table of Markdown: rows of several seeds, in groups by their verdict against the one with the highest AP.
+
+    Args:
+        definition: `best`: a CSV file.
+        results: folder of the CSV file.
+    """
+    study = Study(results, definition["best"])
+    first, *others = [row for row in study.streams(compared=True) if len(study.numbers(row, "ap")) > 1]
+    pairs = [(row, first) for row in others] + list(combinations(others, 2))
+    made = study.verdicts(pairs)[: len(others)]
+    words = {"worse": f"worse than `{first}`", "cannot be told": f"cannot be told from `{first}`"}
+    groups = {head: [verdict for verdict in made if verdict.word == word] for word, head in words.items()}
+    lines = [[head, ", ".join(map(_named, group))] for head, group in groups.items() if group]
+    return markdown([f"AP, p by Holm over all {len(pairs)} pairs", "methods with several seeds"], lines)
+
+
+def _named(verdict: Verdict) -> str:
+    return f"`{verdict.first}`" + (f" ({verdict.what_could_tell} could)" if verdict.what_could_tell else "")
+
+
+def _told(verdict: Verdict, words: dict[str, str]) -> list[str]:
+    seeds = str(verdict.difference.seeds) if verdict.difference else "0"
+    return [seeds, words.get(verdict.word, verdict.word), verdict.what_could_tell]
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -160,7 +221,9 @@ def with_tables(page: str, results: Path = RESULTS) -> str:
     def block(match: re.Match[str]) -> str:
         if match[1] not in defined:
             raise ValueError(f"tables.yaml has no table '{match[1]}': expected one of {', '.join(defined)}")
-        made = (claims if "claims" in defined[match[1]] else table)(defined[match[1]], results)
+        definition = defined[match[1]]
+        make = claims if "claims" in definition else best if "best" in definition else table
+        made = make(definition, results)
         return f"<!-- table: {match[1]} -->\n\n{made}\n\n<!-- /table -->"
 
     return TABLE.sub(block, page)

@@ -117,26 +117,35 @@ class Difference:
 
         return 2 * float(stats.t.sf(abs(self.mean) / self.error, _freedom(self.parts)))
 
-    def seeds_needed(self, level: float = LEVEL) -> int | None:
+    @property
+    def variance_of_a_seed(self) -> float | None:
+        """The variance of the difference from seed to seed; None of one seed."""
+        return self.parts[0].variance * self.seeds if self.seeds > 1 else None
+
+    def seeds_needed(self, level: float = LEVEL, variance_of_a_seed: float | None = None) -> int | None:
         """Return how many seeds would tell this difference with `POWER`; None: not known, or more than `MOST_SEEDS`.
 
         Args:
             level: of the two-sided test, smaller than `LEVEL` among several comparisons.
+            variance_of_a_seed: stands in for that of a difference of one seed.
         """
-        if self.seeds < 2 or self.mean == 0:
+        if self.mean == 0 or (self.seeds < 2 and variance_of_a_seed is None):
             return None
-        return next((n for n in range(2, MOST_SEEDS + 1) if self._power(n, level) >= POWER), None)
+        return next(
+            (n for n in range(2, MOST_SEEDS + 1) if self._power(n, level, variance_of_a_seed or 0.0) >= POWER), None
+        )
 
-    def _power(self, seeds: int, level: float) -> float:
+    def _power(self, seeds: int, level: float, variance_of_a_seed: float) -> float:
         from scipy import stats
 
-        scale = self.seeds / seeds
-        parts = [
-            VariancePart(part.variance * scale, part.freedom * (seeds - 1) / (self.seeds - 1), True)
-            if part.shrinks
-            else part
-            for part in self.parts
-        ]
+        if self.seeds > 1:
+            scale, more = self.seeds / seeds, (seeds - 1) / (self.seeds - 1)
+            parts = [
+                VariancePart(part.variance * scale, part.freedom * more, True) if part.shrinks else part
+                for part in self.parts
+            ]
+        else:
+            parts = [VariancePart(variance_of_a_seed / seeds, seeds - 1, True)]
         error = math.sqrt(sum(part.variance for part in parts))
         if error == 0:
             return 1.0

@@ -45,21 +45,52 @@ def test_a_missing_excerpt_fails(path: str, name: str | None, message: str) -> N
         ("README.md", "readme", "slm-s1", "ap"),
         ("docs/results/methods.md", "long8", "separate-slm-s2", "ap"),
         ("docs/results/methods.md", "long8-others", "sapt-third-s0", "peak_memory_mb"),
+        ("docs/results/methods.md", "best-long8", "idbr-s1", "score_dbpedia"),
+        ("docs/results/methods.md", "claims-long8", "idbr-s1", "score_dbpedia"),
     ],
 )
 def test_one_changed_figure_makes_a_page_stale(tmp_path: Path, page: str, name: str, run: str, column: str) -> None:
     shutil.copytree(run_tables.RESULTS, tmp_path / "results")
     written = (REPO / page).read_text()
     assert f"<!-- table: {name} -->" in written and run_tables.with_tables(written, tmp_path / "results") == written
-    file = tmp_path / "results/methods-long8.csv"
+    change(tmp_path / "results/methods-long8.csv", {run: {column: "12.5"}})
+    assert run_tables.with_tables(written, tmp_path / "results") != written
+
+
+def change(file: Path, changes: dict[str, dict[str, str]]) -> None:
+    """Write other figures for some runs into a file of results."""
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    next(row for row in rows if row["run"] == run)[column] = "12.5"
+    for row in rows:
+        row |= changes.get(row["run"], {})
     with file.open("w", newline="") as lines:
         writer = csv.DictWriter(lines, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    assert run_tables.with_tables(written, tmp_path / "results") != written
+
+
+def test_a_changed_result_changes_the_verdict_in_the_page(tmp_path: Path) -> None:
+    shutil.copytree(run_tables.RESULTS, tmp_path / "results")
+    written = (REPO / "docs/results/methods.md").read_text()
+    claim = re.compile(r"^\|[^|]*\| `epi` > `replay` \|.*$", re.MULTILINE)
+    (before,) = claim.findall(written)
+    assert [cell.strip() for cell in before.split("|")[-3:-1]] == ["yes", ""]
+    file = tmp_path / "results/methods-long8.csv"
+    tasks = ("mnli", "cb", "boolq", "rte", "yelp", "amazon", "dbpedia", "agnews")
+    change(file, {"epi-s1": {f"score_{task}": "5.0" for task in tasks}})
+    (after,) = claim.findall(run_tables.with_tables(written, tmp_path / "results"))
+    told, could_tell = (cell.strip() for cell in after.split("|")[-3:-1])
+    assert told == "cannot be told" and could_tell.endswith("seeds")
+    change(file, {f"epi-s{seed}": {f"score_{task}": f"{5 + seed}" for task in tasks} for seed in range(3)})
+    (after,) = claim.findall(run_tables.with_tables(written, tmp_path / "results"))
+    assert after.split("|")[-3].strip() == "no, the reverse"
+
+
+@pytest.mark.parametrize("page", ["docs/results.md", "docs/results/methods.md"])
+def test_tables_of_results_have_heads_and_one_figure_in_a_cell(page: str) -> None:
+    text = (REPO / page).read_text()
+    assert re.findall(r"^\|.*\| ?\|.*\n\|-|^\| ?\|.*\n\|-", text, re.MULTILINE) == [], "a column has no head"
+    assert re.findall(r"\d (?:x )?/ [\d-]", text) == [], "figures stand in a list with slashes: give each a column"
 
 
 def test_every_table_of_runs_stands_in_a_page_and_a_wrong_name_fails() -> None:

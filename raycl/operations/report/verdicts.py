@@ -41,6 +41,7 @@ class Verdict:
         difference: first minus second; None: no seed in common.
         corrected: p-value by Holm. level: what the p-value had to reach. Both None where there is no p-value.
         compared: comparisons that the correction counts. where: stream and backbone.
+        variance_of_a_seed: mean of the table's differences over several seeds; None where it has none.
     """
 
     first: str
@@ -51,6 +52,7 @@ class Verdict:
     level: float | None = None
     compared: int = 1
     where: str = ""
+    variance_of_a_seed: float | None = None
 
     @property
     def word(self) -> Word:
@@ -62,7 +64,9 @@ class Verdict:
     @property
     def seeds_needed(self) -> int | None:
         """Return how many seeds could tell; None: not known, or more than `MOST_SEEDS`."""
-        return None if self.difference is None or self.level is None else self.difference.seeds_needed(self.level)
+        if self.difference is None:
+            return None
+        return self.difference.seeds_needed(self.level or LEVEL, self.variance_of_a_seed)
 
     @property
     def what_could_tell(self) -> str:
@@ -71,7 +75,7 @@ class Verdict:
             return ""
         if self.difference is None:
             return "runs with a seed in common"
-        if self.difference.seeds < 2:
+        if self.difference.seeds < 2 and self.variance_of_a_seed is None:
             return "not known from one seed"
         return counted(needed, "seed") if (needed := self.seeds_needed) else f"more than {MOST_SEEDS} seeds"
 
@@ -121,11 +125,15 @@ LOWER_IS_BETTER = ("f_ra",)
 
 def corrected(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Return the verdicts of one table with the p-values that Holm's procedure gives over all of them."""
-    values = holm([verdict.difference.p if verdict.difference else None for verdict in verdicts])
+    known = [verdict.difference for verdict in verdicts]
+    values = holm([difference.p if difference else None for difference in known])
+    variances = [difference.variance_of_a_seed for difference in known if difference and difference.seeds > 1]
+    typical = fmean(variance or 0.0 for variance in variances) if variances else None
     count = sum(value is not None for value in values)
+    counted_in = [replace(verdict, compared=count, variance_of_a_seed=typical) for verdict in verdicts]
     return [
-        replace(verdict, corrected=value[0], level=value[1], compared=count) if value else verdict
-        for verdict, value in zip(verdicts, values, strict=True)
+        replace(verdict, corrected=value[0], level=value[1]) if value else verdict
+        for verdict, value in zip(counted_in, values, strict=True)
     ]
 
 
@@ -210,8 +218,8 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
 
     Args:
         against: name of the reference, as in the comparison's table or file; None: on each stream the method with the
-            highest AP of those that learn the tasks one after another. Since any method could have been the highest,
-            the correction counts all pairs then, and else those shown.
+            highest AP of those that learn the tasks one after another, with several seeds if there are any. Since any
+            method could have been the highest, the correction counts all pairs then, and else those shown.
         measure: `ap` or `f_ra`.
 
     Raises:
@@ -235,7 +243,7 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
         by_bench.setdefault(method.bench, []).append(method)
     made, shown = [], []
     for some in by_bench.values():
-        best = max(some, key=lambda method: (method.competes, method.ap))
+        best = max(some, key=lambda method: (method.competes, len(method.runs) > 1, method.ap))
         for one, other in combinations(some, 2):
             first, second = (other, one) if one is best else (one, other)
             made.append(first.against(second, measure))
