@@ -183,17 +183,18 @@ class TextCodec(Protocol):
         """Return ids of answers, ending in the end-of-sequence id, not truncated; empty lists if `needs_labels`."""
         ...
 
-    def encode_chat(
-        self, conversations: Sequence[Sequence[tuple[str, str]]], template: str, tools: str = ""
-    ) -> list[list[int]]:
+    def encode_chat(self, conversations: Sequence[Sequence[tuple[str, str]]], template: str) -> list[list[int]]:
         """Return ids of conversations of (role, content) up to where the assistant answers, **not** truncated."""
         ...
 
     def encode_chat_answers(
-        self, conversations: Sequence[Sequence[tuple[str, str]]], answers: Sequence[str], template: str
+        self,
+        conversations: Sequence[Sequence[tuple[str, str]]],
+        answers: Sequence[Sequence[tuple[str, str]]],
+        template: str,
     ) -> list[list[int]]:
-        """Return ids of answers with what the template puts behind them, ending in the end-of-sequence id, not
-        truncated."""
+        """Return ids of answers, messages of the assistant, with what the template puts behind them, ending in the
+        end-of-sequence id, not truncated."""
         ...
 
     def clip(self, text: str, tokens: int) -> str:
@@ -206,6 +207,10 @@ class TextCodec(Protocol):
 
     def shown(self, ids: Sequence[int]) -> str:
         """Return the text of ids with special tokens, for people to read."""
+        ...
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of generated ids, without special tokens and outer white space."""
         ...
 
 

@@ -4,15 +4,14 @@ backbone that it is for."""
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
 
-from raycl.backbone.markup.chat_templates import turns
-from raycl.backbone.markup.rendering import Conversation
+from raycl.backbone.markup.chat_templates import renders_tools, turns
+from raycl.backbone.markup.rendering import TOOL_ROLES, Conversation
 from raycl.backbone.markup.special_strings import SpecialStrings
 from raycl.errors import BackboneError, ConversationError
 from raycl.types import Capabilities
@@ -120,7 +119,7 @@ class HFCodec:
             return [[] for _ in texts]
         return [[*answer, self.eos_id] for answer in self._encode(texts, special=False)]
 
-    def encode_chat(self, conversations: Sequence[Conversation], template: str, tools: str = "") -> list[list[int]]:
+    def encode_chat(self, conversations: Sequence[Conversation], template: str) -> list[list[int]]:
         """Return ids of conversations up to where the assistant answers (`Around.prompt`), not truncated.
 
         A template writes a decoder-only model's special tokens; those of an encoder are added as for any text.
@@ -128,15 +127,18 @@ class HFCodec:
         Raises:
             ConversationError: the template cannot render a conversation.
         """
-        prompts = [prompt for prompt, _ in self._turns(conversations, template, tools=tools)]
+        prompts = [prompt for prompt, _ in self._turns(conversations, template)]
         return self._special.encode(prompts, not self.capabilities.one_sequence)
 
     def encode_chat_answers(
-        self, conversations: Sequence[Conversation], answers: Sequence[str], template: str
+        self, conversations: Sequence[Conversation], answers: Sequence[Conversation], template: str
     ) -> list[list[int]]:
         """Return ids of answers as the template writes them, with the special tokens behind them and end-of-sequence.
 
         Where prompt and answer are one sequence, they are the ids of both without those of the prompt.
+
+        Args:
+            answers: for each conversation the assistant's message, and its calls of tools where it has any.
 
         Raises:
             ConversationError: the template cannot render a conversation, or an answer to it.
@@ -159,25 +161,27 @@ class HFCodec:
         self,
         conversations: Sequence[Conversation],
         template: str,
-        answers: Sequence[str] | None = None,
-        tools: str = "",
+        answers: Sequence[Conversation] | None = None,
     ) -> list[tuple[str, str]]:
         """Return the prompt and answer of each conversation, for `SpecialStrings.encode`; else empty ones."""
-        messages = [
-            [(role, self._special.broken(content)) for role, content in conversation] for conversation in conversations
-        ]
-        given = None if answers is None else list(map(self._special.broken, answers))
-        names = dict(self.tokenizer.special_tokens_map)
-        if tools:
-            names["tools"] = json.loads(self._special.broken(tools))
+        messages = list(map(self._broken, conversations))
+        given = None if answers is None else list(map(self._broken, answers))
+        shown = f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
+        name = "of the tokenizer" if template == _template_of(self.tokenizer) else shown
+        for index, message in enumerate(messages):
+            turn = [*message, *(given[index] if given else ())]
+            if any(role in TOOL_ROLES for role, _ in turn) and not renders_tools(template):
+                raise ConversationError(
+                    f"the chat template {name} does not render tools, calls of them and their results: leave them "
+                    "out, or name a template that does in backbone.chat_template",
+                    index,
+                )
         pairs = []
         try:
-            for around, written in turns(template, names, messages, given):
-                answer = "" if given is None else f"{around.lead}{written}{self._special.ending(around.tail)}"
+            for around, written in turns(template, self.tokenizer.special_tokens_map, messages, given):
+                answer = "" if given is None else f"{written}{self._special.ending(around.tail)}"
                 pairs.append((around.prompt, answer))
         except ValueError as error:
-            shown = f"in backbone.chat_template ('{' '.join(template[:40].split())}...')"
-            name = "of the tokenizer" if template == _template_of(self.tokenizer) else shown
             problem = self._special.unbroken(str(error))
             raise ConversationError(
                 f"the chat template {name} {problem}; change the messages, or name another template in "
@@ -185,6 +189,10 @@ class HFCodec:
                 len(pairs),
             ) from error
         return pairs
+
+    def _broken(self, conversation: Conversation) -> list[tuple[str, str]]:
+        """Return messages in which no string is a control token."""
+        return [(role, self._special.broken(content)) for role, content in conversation]
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """Return ids of texts, in which no string is a control token."""

@@ -2,6 +2,7 @@
 
 raycl data check data/tickets                          a folder with train.*, test.*; a file; a dataset's folder
 raycl data check hf://fancyzhx/ag_news                 a dataset of the Hugging Face hub
+raycl data check chats.jsonl backbone.name=MODEL       conversations, and which of their tokens carry loss
 raycl data check rows.csv columns.text=body columns.label=team backbone.name=google/flan-t5-small
 raycl data check --config run.yaml                     all tasks of a run
 raycl data check stream.name=long-C stream.root=/data  all tasks of an order
@@ -195,8 +196,10 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
         limits = "{} and {} tokens".format(*config.stream.limits_of(check.name))
         blocks.append(Text(f"\nas {config.backbone.name} reads it, with prompt and special tokens, up to {limits}:"))
     for example in check.examples:
-        lines = [f"row {example.row}: {example.source}", *_tokens(example.source_tokens)]
-        lines += [f"     -> {example.target}", *_tokens(example.target_tokens)]
+        has_masks = bool(example.target_tokens)
+        lines = [f"row {example.row}: {example.source}"]
+        lines += _tokens(example.source_tokens, " without loss" if has_masks else "")
+        lines += [f"     -> {example.target}", *_tokens(example.target_tokens, " with loss")]
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
     blocks += [Text(f"read: {note}") for note in check.notes]
     blocks += [Text(f"cut: {line}") for line in check.cut]
@@ -212,15 +215,19 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
     echo(render(Group(*blocks)))
 
 
-def _tokens(tokens: Sequence[str]) -> list[str]:
-    """Return a line of the tokens of an example; of many the first and the last ones."""
+def _tokens(tokens: Sequence[str], which: str) -> list[str]:
+    """Return a line of the tokens of an example; of many the first and the last ones.
+
+    Args:
+        which: words about all of them.
+    """
     if not tokens:
         return []
     half = SHOWN // 2
     shown = (
         tokens if len(tokens) <= SHOWN else [*tokens[:half], f"... {len(tokens) - 2 * half} more ...", *tokens[-half:]]
     )
-    return [f"     {counted(len(tokens), 'token')}: {' | '.join(shown)}"]
+    return [f"     {counted(len(tokens), 'token')}{which}: {' | '.join(shown)}"]
 
 
 def _counts(labels: dict[str, int]) -> str:

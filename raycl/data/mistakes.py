@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raycl.data.sources.cache import Indices
-from raycl.data.sources.conversation import messages_of
+from raycl.data.sources.conversation import head_of, messages_of
 from raycl.data.sources.ingest import MAX_AUTO_LABELS, RawRows
 from raycl.data.stream import Stream
 from raycl.data.tokens import SPLITS, Split
@@ -132,7 +132,8 @@ def seen_rows(raw: RawRows, rows: Indices) -> Iterator[SeenRow]:
                 belongs = hash(group)
             elif raw.is_chat:
                 # the first question of a conversation and the answer to it
-                contents = [message.content for message in messages_of(text) if message.role != "system"]
+                messages = messages_of(text)
+                contents = [message.content for message in messages[len(head_of(messages)) :]]
                 belongs = hash(tuple([*contents, names[0]][:2]))
             yield SeenRow(key, names[0], number, belongs)
 

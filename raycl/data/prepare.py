@@ -22,7 +22,7 @@ from raycl.types import Task, TextCodec
 MIN_TEXT_TOKENS = 4
 """A prompt must leave at least this many tokens for the input text."""
 
-_VERSION = 3
+_VERSION = 4
 _BATCH = 512
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
@@ -136,6 +136,7 @@ def _tokenise(
             if task.objective == "answer":
                 targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
                 cut_targets += cut
+                references = prompt.as_generated(texts, references, codec)
         labels = [codes.get(names[0], -1) for names in references]
         columns = [sources, targets, labels, references, numbers, texts]
         writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))

@@ -12,7 +12,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from raycl.data.sources.conversation import Message, messages_of, plain_text, text_of
+from raycl.data.sources.conversation import (
+    Message,
+    answer_of,
+    has_tool_turns,
+    head_of,
+    messages_of,
+    plain_text,
+    text_of,
+)
 from raycl.errors import ConversationError
 from raycl.types import TextCodec
 
@@ -39,7 +47,6 @@ class Prompt:
             (`raycl.data.sources.conversation`), with prefix and suffix around the first message of the user; "": none.
         system: system message of conversations that have none of their own.
         definition: the task's instruction as the prefix has it; "" where there is none.
-        tools: JSON of the tools that a request offers, for the chat template; "": none.
         shots: examples with their answers, which stand before every input.
     """
 
@@ -48,7 +55,6 @@ class Prompt:
     chat_template: str = ""
     system: str = ""
     definition: str = ""
-    tools: str = ""
     shots: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
@@ -85,8 +91,8 @@ class Prompt:
             messages = (*messages[:first], *asked, *messages[first + 1 :])
         if self.shots:
             alone = replace(self, system="", shots=())
-            turns = [(*alone.messages(shot), Message("assistant", answer)) for shot, answer in self.shots]
-            shots = [message for turn in turns for message in turn if message.role != "system"]
+            turns = [(*alone.messages(shot), *answer_of(answer)) for shot, answer in self.shots]
+            shots = [message for turn in turns for message in turn[len(head_of(turn)) :]]
             messages = (*messages[:first], *shots, *messages[first:])
         if self.system and messages[0].role != "system":
             return (Message("system", self.system), *messages)
@@ -95,14 +101,32 @@ class Prompt:
     def encode(self, texts: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Return ids of whole prompts, not truncated."""
         if self.chat_template:
-            return codec.encode_chat([self.messages(text) for text in texts], self.chat_template, self.tools)
+            return codec.encode_chat([self.messages(text) for text in texts], self.chat_template)
         return codec.encode_source([self.written(text) for text in texts])
 
     def encode_answers(self, texts: Sequence[str], answers: Sequence[str], codec: TextCodec) -> list[list[int]]:
         """Return ids of the answers to `texts`, ending in the end-of-sequence id, not truncated."""
         if self.chat_template:
-            return codec.encode_chat_answers([self.messages(text) for text in texts], answers, self.chat_template)
+            turns = list(map(answer_of, answers))
+            return codec.encode_chat_answers([self.messages(text) for text in texts], turns, self.chat_template)
         return codec.encode_target(answers)
+
+    def as_generated(
+        self, texts: Sequence[str], references: Sequence[Sequence[str]], codec: TextCodec
+    ) -> list[list[str]]:
+        """Return the accepted answers to `texts` as a model generates them: calls of tools as the template writes them.
+
+        Texts alone are as they are in the data.
+        """
+        written = [list(names) for names in references]
+        for row, names in enumerate(references):
+            for number, name in enumerate(names):
+                turn = answer_of(name)
+                if len(turn) > 1:
+                    written[row][number] = codec.decode(self.encode_answers([texts[row]], [name], codec))[0]
+                else:
+                    written[row][number] = turn[0].content
+        return written
 
     def shortened(self, text: str, limit: int, room: int, codec: TextCodec) -> Generator[str, int, str]:
         """Return the longest part of `text` whose prompt has at most `limit` tokens.
@@ -110,6 +134,7 @@ class Prompt:
         Of a text it is the beginning, of a conversation the end.
 
         A conversation loses its oldest turns first, then the end of its system message, then that of its last message.
+        Tools, calls of them and their results are never cut.
 
         Args:
             room: tokens that the prompt leaves for a text alone.
@@ -126,16 +151,18 @@ class Prompt:
                 assert room > 0, "check_codec leaves room for text"
                 room = max(0, room - (tokens - limit))
             return shorter
-        system, turns = (messages[:1], messages[1:]) if messages[0].role == "system" else ((), messages)
+        head = tuple(head_of(messages))
+        turns, first = messages[len(head) :], head[:1]
+        system, tools = (first, head[1:]) if first and first[0].role == "system" else ((), head)
         starts = [0, *(number for number, message in enumerate(turns) if number and message.role == "user")]
         few, many, tokens = 0, len(starts), limit + 1
         while many - few > 1:  # the most exchanges that fit; each begins with a message of the user
             half = (few + many) // 2
-            tokens = yield text_of([*system, *turns[starts[-half] :]])
+            tokens = yield text_of([*head, *turns[starts[-half] :]])
             few, many = (half, many) if tokens <= limit else (few, half)
-        last = turns[starts[-1] :]
         if few:
-            return text_of([*system, *turns[starts[-few] :]])
+            return text_of([*head, *turns[starts[-few] :]])
+        last = (*tools, *turns[starts[-1] :])
         if system:
             content, tokens = yield from _clipped(system, 0, last, limit, codec)
             system = (Message("system", content),)
@@ -143,14 +170,14 @@ class Prompt:
                 without = yield text_of(last)
                 system, tokens = ((), without) if without < tokens else (system, tokens)
         for index in reversed(range(len(last))):
-            if tokens > limit:
+            if tokens > limit and last[index].role in ("user", "assistant"):
                 content, tokens = yield from _clipped((*system, *last), len(system) + index, (), limit, codec)
                 last = (*last[:index], last[index]._replace(content=content), *last[index + 1 :])
         if tokens <= limit:
             return text_of([*system, *last])
         raise ConversationError(
             f"a conversation of {len(last)} messages has {tokens} tokens without its contents, and prompts have at "
-            f"most {limit}: send fewer messages"
+            f"most {limit}: send fewer messages{', tools or shorter results' if has_tool_turns(text) else ''}"
         )
 
 

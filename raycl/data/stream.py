@@ -22,7 +22,7 @@ from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import Indices, cache_folder, key_of
-from raycl.data.sources.conversation import messages_of, text_of
+from raycl.data.sources.conversation import last_exchange, messages_of, text_of
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable
@@ -216,7 +216,7 @@ class Stream:
     def with_shots(self, task: Task, count: int, codec: TextCodec) -> tuple[Prompt, TokenLimits]:
         """Return the prompt with so many train rows as examples, drawn by the seed, and the limits of texts in it.
 
-        An example keeps the beginning of its text, a conversation its last message.
+        An example keeps the beginning of its text, a conversation its last message of the user and what came of it.
         """
         prompt, limits = self.prompt(task, codec), self.limits(task, codec)
         rows = sample(self._seed, task.name, "shots", self.rows(task, "train"), count)
@@ -224,7 +224,7 @@ class Stream:
         template = len(prompt.encode([""], codec)[0])
         texts = raw.values("text", rows)
         if self.is_chat(task):
-            texts = [text_of(messages_of(text)[-1:]) for text in texts]
+            texts = [text_of(last_exchange(messages_of(text))) for text in texts]
         shots = [
             (codec.clip(text, limits.source - template), references[0])
             for text, references in zip(texts, raw.values("references", rows), strict=True)

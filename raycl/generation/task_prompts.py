@@ -26,8 +26,15 @@ from raycl.bank.manifest import Snapshot
 from raycl.data.loader import batch_of, batches_of
 from raycl.data.prepare import fit_prompts, fit_sources
 from raycl.data.prompts import Prompt
-from raycl.data.sources.conversation import last_of_user, messages_of, plain_text, text_of, without_tool_turns
-from raycl.errors import BankError
+from raycl.data.sources.conversation import (
+    has_tool_turns,
+    last_of_user,
+    messages_of,
+    plain_text,
+    text_of,
+    without_tool_turns,
+)
+from raycl.errors import BankError, ConversationError
 from raycl.routing.router import PromptRouter, Router
 from raycl.routing.routers import READS_STATES, routed_text, router_class
 from raycl.routing.unknown_texts import UnknownRule
@@ -52,8 +59,19 @@ class PromptReading(NamedTuple):
     is_chat: bool = False
 
     def for_model(self, prompt: Prompt) -> str:
-        """Return the text that a prompt is put around: without a chat template all contents of a conversation."""
-        return self.text if prompt.chat_template else self._plain(self.text)
+        """Return the text that a prompt is put around: without a chat template all contents of a conversation.
+
+        Raises:
+            ConversationError: the conversation has tools, which only a chat template renders.
+        """
+        if prompt.chat_template:
+            return self.text
+        if self.is_chat and has_tool_turns(self.text):
+            raise ConversationError(
+                "the prompt of this text has no chat template that renders tools: leave tools and their turns out, or "
+                "name a model whose template does"
+            )
+        return self._plain(self.text)
 
     def for_router(self, prompt: Prompt) -> str:
         """Return the text for a router that reads prompts."""
@@ -297,7 +315,7 @@ def bare_ids(texts: Sequence[str], codec: TextCodec, limit: int | None) -> list[
     """
     bare = []
     for text in texts:
-        messages = messages_of(text)
+        messages = messages_of(without_tool_turns(text))
         has_system = len(messages) > 1 and messages[0].role == "system"
         bare.append(plain_text(messages[1:] if has_system else messages))
     return fit_sources(bare, Prompt(), codec, min(limit or codec.max_source_tokens, codec.max_source_tokens))[0]

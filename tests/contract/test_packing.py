@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_samples import TOOL_TEMPLATES
 from tiny import VARIANTS, Complete, Lab, Stop, run, trace
 
 from raycl.backbone import causal
@@ -60,6 +62,28 @@ def test_steps_of_similar_length_resume_bit_for_bit(lab: Lab, tmp_path: Path) ->
     run(config, stopped)
     assert trace(stopped) == trace(whole)
     close(whole, plain)
+
+
+def test_losses_of_conversations_with_tools_are_those_of_padded_rows(lab: Lab, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "sky", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "sky", "arguments": {"very": "warm"}}}
+    for split, count in (("train", 12), ("test", 2)):
+        lines = []
+        for number in range(count):
+            turns: list[dict[str, Any]] = [
+                {"role": "user", "content": "the sky is " * (1 + number % 3)},
+                {"role": "assistant", "tool_calls": [call], "weight": int(number % 4 > 0)},
+                {"role": "tool", "content": "blue"},
+                {"role": "assistant", "content": "very blue"},
+            ]
+            lines.append(json.dumps({"messages": turns, "tools": tools}))
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    stream = {"tasks": [{"name": "sky", "path": str(tmp_path)}], "max_source_tokens": 90, "max_target_tokens": 12}
+    shared = {"stream": stream, "backbone": {"chat_template": TOOL_TEMPLATES["in-tags"]}}
+    plain, packed = Storage.at(tmp_path / "plain"), Storage.at(tmp_path / "packed")
+    run(lab.config("llama", "lora", **shared), plain)
+    run(lab.config("llama", "lora", **shared, train=PACKED), packed)
+    close(packed, plain)
 
 
 def close(storage: Storage, expected: Storage) -> None:

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "tools": (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function: Field required"),
     "tools of no template": (
         *(CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400),
-        "this model has no chat template that renders tools",
+        "the prompt of this text has no chat template that renders tools",
     ),
     "a penalty": (CHAT, chat(presence_penalty=2.5), 400, "presence_penalty: Input should be less than or equal to 2"),
     "no repetition": (CHAT, chat(repetition_penalty=0), 400, "repetition_penalty: Input should be greater than 0"),

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from chat_samples import CONTROL, TOKENIZERS
+from chat_samples import CONTROL, TOKENIZERS, TOOL_TEMPLATES
 from http_client import Wire, listening, problem
 from tiny import Lab, run
 
+from raycl.backbone.codec import HFCodec
+from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.serve.http.tool_calls import CallParser, ToolCall
 from raycl.storage import Storage
 from raycl.testing.tiny_models import tiny_model
 from raycl.training.records.named_bank import snapshot_at
-
-TEMPLATE = (
-    "{% if tools %}<|turn|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call one so: <tool_call>"
-    "</tool_call><|end|>\n{% endif %}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m['tool_calls'] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-"""A template in the form of Qwen's and Hermes'."""
 
 PARAMETERS = {
     "type": "object",
@@ -58,7 +53,7 @@ def wire(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
     folder = tmp_path_factory.mktemp("tools")
     tokenizer = TOKENIZERS["bytes"]()
     tokenizer.add_special_tokens({"additional_special_tokens": CONTROL})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATES["in-tags"]
     tokenizer.save_pretrained(folder / "model")
     tiny_model("llama", len(tokenizer), positions=1024).save_pretrained(folder / "model")
     stream = {"prompt": "plain", "max_source_tokens": 64, "max_target_tokens": 8}
@@ -101,6 +96,47 @@ def test_the_prompt_is_that_of_transformers(wire: Wire, messages: list[Any], mon
     assert seen[-1].count(control) == written < text.count("<|end|>")
     answered(wire, messages, tools=TOOLS, tool_choice="none", max_tokens=1)
     assert "description" not in wire.engine.codec.shown(seen[-1]), "tools that must not be called are not offered"
+
+
+def test_the_prompt_is_that_of_training(wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token for token, for the call, and for the answer to its result, of rows as files of OpenAI and TRL have them."""
+    seen: list[list[int]] = []
+    fit = wire.engine._truncation.fit
+
+    def recorded(requests: Any) -> Any:
+        result = fit(requests)
+        seen.append(result[-1].ids)
+        return result
+
+    monkeypatch.setattr(wire.engine._truncation, "fit", recorded)
+    system = {"role": "system", "content": "be brief"}
+    messages = [system, *CALLED, {"role": "assistant", "content": "it is warm"}]
+    called = {"name": "weather", "arguments": {"city": "Bern"}}
+    turn = {"role": "assistant", "tool_calls": [{"id": "abc", "type": "function", "function": called}]}
+    trl = [*messages[:2], turn, *messages[3:]]
+    codec = HFCodec(wire.engine.codec.tokenizer, "decoder", 900, 90)
+    for name, row in (
+        ("openai", {"messages": messages, "tools": TOOLS}),
+        ("trl", {"messages": trl, "tools": json.dumps(TOOLS)}),
+    ):
+        for split in ("train", "test"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+        spec = TaskSpec(name=name, path=str(tmp_path / name))
+        settings = {"dev_fraction": 0, "cache_dir": str(tmp_path), "max_source_tokens": 900, "max_target_tokens": 90}
+        stream = open_stream(StreamConfig(tasks=(spec,), **settings), seed=0)
+        table = stream.table(stream.tasks[0], "train", codec)
+        columns = table.columns(range(2))
+        for ids, asked in zip(columns.source_ids, (messages[:2], messages[:4]), strict=True):
+            answered(wire, asked, tools=TOOLS, max_tokens=1)
+            assert ids.tolist() == seen[-1] and "weather" in codec.shown(seen[-1])
+        call, said = (codec.shown(ids.tolist()) for ids in columns.target_ids)
+        assert call.startswith('<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|>')
+        assert said.startswith("it is warm<|end|>")
+        assert table.references(range(2)) == [
+            ('<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>',),
+            ("it is warm",),
+        ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -207,7 +243,7 @@ def test_a_tokenizers_own_description_of_answers_goes_first(wire: Wire, monkeypa
             {"messages": [{**CALLED[1], "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
             "messages.0.tool_calls.0.function.arguments: Input should be a JSON object as text",
         ),
-        ({"tools": TOOLS, "model": "colour"}, "the prompt of task 'colour' has no chat template that renders tools"),
+        ({"tools": TOOLS, "model": "colour"}, "the prompt of this text has no chat template that renders tools"),
         (
             {"tools": TOOLS, "messages": [{"role": "user", "content": "fire " * 2000}]},
             "this endpoint reads at most 2047",

@@ -38,6 +38,25 @@ TEMPLATES = {
 }
 """A llama3-like, a gemma-like, a qwen3-like and a llama2-like one."""
 
+TOOL_TEMPLATES = {
+    "in-tags": (
+        "{% if tools %}<|turn|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call one so: <tool_call>"
+        "</tool_call><|end|>\n{% endif %}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}"
+        "{% for call in m['tool_calls'] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}<|end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    ),
+    "in-lines": (
+        "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}{% if tools and m == asked[-1] %}"
+        "{{ '[TOOLS] ' + (tools | tojson) }}{% endif %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+        "{% elif m['role'] == 'tool' %}{{ '[RESULT] ' + m['content'] + m['tool_call_id'] }}"
+        "{% elif m['tool_calls'] %}{% if m['tool_calls'][0]['id'] | length != 9 %}{{ raise_exception('nine letters') }}"
+        "{% endif %}{{ '[CALLS] ' + (m['tool_calls'] | tojson) + eos_token }}"
+        "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
+}
+"""One in the form of Qwen's and Hermes', and a mistral-like one."""
+
 CONTROL = ["<|turn|>", "<|head|>", "<|end|>"]
 ROLES = ("system", "user", "assistant", "model")
 TEXTS = (" ".join(WORDS), "<think>\n\n</think>\n\nthe sky is blue", "[INST] a b </s> <s> [/INST]", *ROLES)
@@ -91,10 +110,10 @@ def chat_codec(tokenizer: str | PreTrainedTokenizerFast, template: str, kind: st
     """Return a codec with one of the templates, whose control tokens its tokenizer has.
 
     Args:
-        tokenizer: a name of `TOKENIZERS`, or one itself.
+        tokenizer: a name of `TOKENIZERS`, or one itself. template: a name of `TEMPLATES` or `TOOL_TEMPLATES`.
     """
     result = TOKENIZERS[tokenizer]() if isinstance(tokenizer, str) else tokenizer
     result.add_special_tokens({"additional_special_tokens": CONTROL})
     result.add_tokens(["<think>", "</think>"])
-    result.chat_template = TEMPLATES[template]
+    result.chat_template = (TEMPLATES | TOOL_TEMPLATES)[template]
     return HFCodec(result, kind, 200, 40)

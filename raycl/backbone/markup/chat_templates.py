@@ -5,6 +5,7 @@ for the end of the prompt and the text to learn, which are never searched for in
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,15 @@ TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", 
 SHORT = (("user", "the sky is"),)
 LONG = (*(("user", "the sky is " * 20), ("assistant", "blue " * 20)) * 16, *SHORT)
 """Conversations to try a template with."""
+
+WITH_TOOLS = (
+    ("tools", '[{"type": "function", "function": {"name": "offered", "description": "x", "parameters": {}}}]'),
+    *SHORT,
+    ("assistant", ""),
+    ("tool_calls", '[{"id": "abcdefghi", "type": "function", "function": {"name": "called", "arguments": {}}}]'),
+    ("tool", '{"content": "returned", "tool_call_id": "abcdefghi", "name": "called"}'),
+)
+"""A conversation that shows whether a template renders tools; Mistral's templates demand ids of nine letters."""
 
 SUFFIXES, LARGEST = (".jinja", ".jinja2", ".j2"), 2**20
 """Suffixes of template files, and their largest size in bytes."""
@@ -97,13 +107,18 @@ class Around(NamedTuple):
 
 
 def turns(
-    template: str, names: Mapping[str, Any], conversations: Sequence[Conversation], answers: Sequence[str] | None = None
+    template: str,
+    names: Mapping[str, Any],
+    conversations: Sequence[Conversation],
+    answers: Sequence[Conversation] | None = None,
 ) -> Iterator[tuple[Around, str]]:
-    """Yield the text around the answer to each conversation, and the answer as the template writes it.
+    """Yield the text around the answer to each conversation, and the answer as the template writes it behind the
+    prompt.
 
     Args:
         names: further variables of the template: the special tokens.
-        answers: an answer for each conversation; None: any, which is yielded as "".
+        answers: an answer for each conversation: the assistant's message, and its calls of tools where it has any;
+            None: any, which is yielded as "".
 
     Raises:
         ValueError: the template cannot render a conversation, begins the turn of an answer otherwise than its
@@ -113,8 +128,8 @@ def turns(
         several = list(enumerate(conversations[first : first + TOGETHER], first))
         wanted: list[tuple[Conversation, bool]] = []
         for index, conversation in several:
-            tried = [PROBE] if answers is None else [PROBE, answers[index]]
-            wanted += [(conversation, True), *(([*conversation, ("assistant", answer)], False) for answer in tried)]
+            tried: list[Conversation] = [(("assistant", PROBE),), *([] if answers is None else [answers[index]])]
+            wanted += [(conversation, True), *(([*conversation, *answer], False) for answer in tried)]
         rendered = iter(renderer().render(template, names, wanted))
         for index, conversation in several:
             around = _around(_text(conversation, next(rendered)), _text(conversation, next(rendered)))
@@ -138,6 +153,13 @@ def check(template: str, system: str) -> None:
             _text(long, tried)
 
 
+@lru_cache(maxsize=64)
+def renders_tools(template: str) -> bool:
+    """Return whether a template renders the tools that are offered, calls of them and their results."""
+    (tried,) = renderer().render(template, TOKENS, [(WITH_TOOLS, True)])
+    return all(word in tried.text for word in ("offered", "called", "returned"))
+
+
 def _text(conversation: Conversation, rendered: Rendered) -> str:
     if rendered.problem:
         roles = ", ".join(role for role, _ in conversation[:FEW]) + (", ..." if len(conversation) > FEW else "")
@@ -158,18 +180,21 @@ def _around(before: str, probed: str) -> Around:
     return Around(before_answer.removesuffix(lead), lead, tail)
 
 
-def _written(written: str, answer: str, around: Around) -> str:
-    """Return an answer as the template writes it, taken from the conversation with it."""
-    start = around.prompt + around.lead
+def _written(written: str, answer: Conversation, around: Around) -> str:
+    """Return an answer as the template writes it behind the prompt, taken from the conversation with it.
+
+    Calls of tools may stand there without the white space before texts.
+    """
+    start = around.prompt + ("" if len(answer) > 1 else around.lead)
     common = next((index for index, (a, b) in enumerate(zip(written, start, strict=False)) if a != b), len(start))
     if len(written) < len(start) + len(around.tail) or not (
         written.startswith(start) and written.endswith(around.tail)
     ):
         raise ValueError(
-            f"rewrites the answer '{answer[:40]}' to '{written[common:][:40]}': expected it behind "
+            f"rewrites the answer '{answer[-1][1][:40]}' to '{written[common:][:40]}': expected it behind "
             f"'{_end(start)}' and in front of '{around.tail[:20]}', as other answers are"
         )
-    return written[len(start) : len(written) - len(around.tail)]
+    return written[len(around.prompt) : len(written) - len(around.tail)]
 
 
 def _end(text: str) -> str:

@@ -86,10 +86,9 @@ def _answer(
     refusal: type[Exception],
 ) -> dict[str, str]:
     try:
-        named = _named(messages)
-        (text,), _ = render(
-            [named], chat_template=request["template"], add_generation_prompt=generates, **request["names"]
-        )
+        named, tools = _named(messages)
+        given = {"tools": tools, "chat_template": request["template"], "add_generation_prompt": generates}
+        (text,), _ = render([named], **given, **request["names"])
         most = CHARACTERS + FACTOR * sum(len(content) for _, content in messages)
         if len(text) > most:
             return {"problem": f"it writes {len(text):,} characters, expected at most {most:,}"}
@@ -103,11 +102,14 @@ def _answer(
         return {"problem": f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM]}
 
 
-def _named(messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return messages as templates take them; calls of tools belong to the assistant's turn before."""
+def _named(messages: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return messages as templates take them, and tools; calls of tools belong to the assistant's turn before."""
     named: list[dict[str, Any]] = []
+    tools = None
     for role, content in messages:
-        if role == "tool_calls":
+        if role == "tools":
+            tools = json.loads(content)
+        elif role == "tool_calls":
             if not named or named[-1]["role"] != "assistant":
                 named.append({"role": "assistant", "content": ""})
             named[-1]["tool_calls"] = json.loads(content)
@@ -115,7 +117,7 @@ def _named(messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
             named.append({"role": role, **json.loads(content)})
         else:
             named.append({"role": role, "content": content})
-    return named
+    return named, tools
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ from raycl.backbone.markup import render_process
 from raycl.errors import BackboneError
 
 Conversation = Sequence[tuple[str, str]]
-"""Messages as (role, content)."""
+"""Messages as (role, content). The contents of `TOOL_ROLES` are JSON."""
+
+TOOL_ROLES = ("tools", "tool_calls", "tool")
+"""Roles of tools that are offered, of calls in the assistant's turn before, and of a result."""
 
 NO_PROCESS = "the process that renders chat templates does not start"
 

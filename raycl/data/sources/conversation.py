@@ -6,19 +6,23 @@ around the messages when they are tokenised, as serving does.
 
 Files hold OpenAI's messages or ShareGPT's, which become a text and an answer for each turn. The loss is on the
 assistant's turns alone, each of which is an answer to all before it; this holds for encoder-decoder backbones as well,
-and each turn keeps as much of its own past as fits.
+and each turn keeps as much of its own past as fits. Tools that a conversation offers, calls of them and their results
+are messages of roles of their own, whose contents are JSON (`raycl.data.sources.tools`).
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
+from raycl.data.sources.tools import NOTHING, RefuseRow, check_called, result_text, row_calls, row_tools
 from raycl.errors import DataError
 
 Role = Literal["system", "user", "assistant"]
-ToolRole = Literal["tool_calls", "tool"]
-"""Turns of requests with tools, as JSON: the calls of the assistant's turn before, and a result."""
+ToolRole = Literal["tools", "tool_calls", "tool"]
+"""Turns of conversations with tools, as JSON: the tools that are offered, which stand behind the system message; the
+calls of the assistant's turn before; and a result."""
 
 _NAMES = "|".join((*get_args(Role), *get_args(ToolRole)))
 ROLE_LINE = re.compile(rf"^<\|({_NAMES})\|>$")
@@ -55,13 +59,38 @@ def messages_of(text: str) -> tuple[Message, ...]:
     return tuple(Message(role, _ESCAPED.sub(r"\1", "\n".join(content))) for role, content in turns)
 
 
+def with_tools(messages: Sequence[Message], tools: str) -> list[Message]:
+    """Return messages that offer tools, given as JSON; "": none."""
+    system = len(head_of(messages))
+    return [*messages[:system], *([Message("tools", tools)] if tools else []), *messages[system:]]
+
+
+def head_of(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages before the first turn: system message and tools."""
+    return list(takewhile(lambda message: message.role in (SYSTEM, "tools"), messages))
+
+
+def answer_text(turn: Sequence[Message]) -> str:
+    """Return the text that stands for a turn of the assistant: its content alone, where it calls no tools."""
+    if len(turn) == 1 and not _LIKE_ROLE_LINE.match(turn[0].content):
+        return turn[0].content
+    return text_of(turn)
+
+
+def answer_of(text: str) -> tuple[Message, ...]:
+    """Invert `answer_text`: return the assistant's message, and its calls of tools where it has any."""
+    turn = messages_of(text) if text.startswith("<|assistant|>\n") else ()
+    is_turn = [message.role for message in turn] in (["assistant"], ["assistant", "tool_calls"])
+    return turn if is_turn else (Message("assistant", text),)
+
+
 def has_tool_turns(text: str) -> bool:
-    """Return whether a conversation has calls of tools or their results."""
+    """Return whether a conversation has tools, calls of them or their results."""
     return "<|tool" in text and any(message.role in get_args(ToolRole) for message in messages_of(text))
 
 
 def without_tool_turns(text: str) -> str:
-    """Return a conversation without calls of tools and their results."""
+    """Return a conversation without tools, calls of them and their results."""
     if not has_tool_turns(text):
         return text
     return text_of([message for message in messages_of(text) if message.role in get_args(Role)])
@@ -76,6 +105,12 @@ def last_of_user(messages: Sequence[Message]) -> str:
     """Return the user's last message as a text; without any, the last message of all."""
     mine = [message for message in messages if message.role == "user"] or messages[-1:]
     return text_of([Message("user", mine[-1].content)])
+
+
+def last_exchange(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages from the user's last one on."""
+    asked = max((number for number, message in enumerate(messages) if message.role == "user"), default=-1)
+    return messages[asked:]
 
 
 def last_contents(texts: Sequence[str]) -> list[str]:
@@ -102,19 +137,16 @@ ROLES: dict[str, Role] = {
 """Roles by the names that files have for them."""
 
 
-SYSTEM, HISTORY = "system", "history"
-"""Fields next to a conversation or an instruction: its system message, and the turns before it as pairs of texts."""
+SYSTEM, HISTORY, TOOLS = "system", "history", "tools"
+"""Fields next to a conversation or an instruction: its system message, the turns before it as pairs of texts, and the
+tools that it offers."""
 
-UNREAD = ("tools", "functions", "image", "images", "videos", "audios")
+UNREAD = ("functions", "image", "images", "videos", "audios")
 """Fields next to a conversation or an instruction of which nothing is learned."""
 
-BESIDE = (SYSTEM, HISTORY, *UNREAD)
+BESIDE = (SYSTEM, HISTORY, TOOLS, *UNREAD)
 
-_UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "thinking", *UNREAD)
-_NOTHING: tuple[Any, ...] = (None, "", "[]", "{}", "null", [], {})
-
-RefuseRow = Callable[[str], NoReturn]
-"""Raises an error about a row."""
+_UNREAD_OF_MESSAGE = ("function_call", "reasoning_content", "thinking", *UNREAD)
 
 Turns = Literal["all", "last"]
 """The assistant's turns that are learned."""
@@ -128,33 +160,40 @@ def is_chat(value: Any) -> bool:
 
 
 def turns_of(
-    value: Any, answered: bool, refuse: RefuseRow, turns: Turns = "all", system: str = ""
+    value: Any, answered: bool, refuse: RefuseRow, turns: Turns = "all", system: str = "", tools: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield (conversation up to a user's message, the assistant's answer to it) for each turn whose `weight` is not 0.
+    """Yield (conversation before it, the assistant's answer) for each turn of the assistant whose `weight` is not 0.
 
     Args:
-        answered: the assistant's turns are wanted; else only the conversation up to its last user message.
-        turns: which of them. system: system message of a conversation without one.
+        answered: the assistant's turns are wanted; else only the conversation up to the last message that it answers.
+        turns: which of them. system: system message of a conversation without one. tools: JSON of those offered.
 
     Raises:
-        DataError: roles that are not known or do not alternate, contents that are no texts, nothing to learn.
+        DataError: roles that are not known or not in turn, contents that are no texts, nothing to learn.
     """
     given = _parsed(value, refuse)
     if system:
-        first = _message(given[0], refuse) if given else None
+        first = _turn(given[0], refuse)[0] if given else None
         if first is not None and first.role == SYSTEM and first.content not in ("", system):
             refuse("the conversation has a system message and the row another one: expected one, remove it")
         rest = given[1:] if first is not None and first.role == SYSTEM else given
         given = [{"role": SYSTEM, "content": system}, *rest]
-    messages = _messages(given, refuse)
-    users = [index for index, message in enumerate(messages) if message.role == "user"]
-    if not users or (answered and messages[-1].role == "user" and len(users) == 1):
-        wanted = "answer of the assistant" if users else "user message"
+    said = _turns(given, refuse)
+    for turn in said:
+        check_called(turn[1].content if len(turn) > 1 else "", tools, refuse)
+    roles = [turn[0].role for turn in said]
+    if "user" not in roles or (answered and "assistant" not in roles):
+        wanted = "answer of the assistant" if "user" in roles else "user message"
         refuse(f"the conversation has no {wanted}: expected user and assistant in turn, complete or remove it")
+
+    def before(index: int) -> str:
+        return text_of(with_tools([message for turn in said[:index] for message in turn], tools))
+
     if not answered:
-        yield text_of(messages[: users[-1] + 1]), ""
+        asked = max(index for index, role in enumerate(roles) if role in ("user", "tool"))
+        yield before(asked + 1), ""
         return
-    answers = [index + 1 for index in users if index + 1 < len(messages)]
+    answers = [index for index, role in enumerate(roles) if role == "assistant"]
     for weight in (given[index].get("weight") for index in answers):
         if weight not in (None, 0, 1):
             refuse(f"a message has weight {weight}: expected 0 (not learned) or 1")
@@ -162,7 +201,7 @@ def turns_of(
     if not learned:
         refuse("each answer of the conversation has weight 0: expected one to learn, remove the row")
     for index in learned if turns == "all" else learned[-1:]:
-        yield text_of(messages[:index]), messages[index].content
+        yield before(index), answer_text(said[index])
 
 
 def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
@@ -172,9 +211,18 @@ def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
         DataError: the row has other fields of which nothing would be learned.
     """
     for name in UNREAD:
-        if item.get(name) not in _NOTHING:
+        if item.get(name) not in NOTHING:
             refuse(f"the row has {name}, which are not learned: remove the row, or the field from all of them")
     return _text(item.get(SYSTEM), SYSTEM, refuse)
+
+
+def tools_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
+    """Return the JSON of the tools of a conversation or an instruction; "" without any.
+
+    Raises:
+        DataError: they are no list of functions with names.
+    """
+    return row_tools(item.get(TOOLS), refuse)
 
 
 def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:
@@ -183,7 +231,7 @@ def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:
     Raises:
         DataError: they are something else.
     """
-    if value in _NOTHING:
+    if value in NOTHING:
         return []
     pairs = _loaded(value, HISTORY, refuse) if isinstance(value, str) else value
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
@@ -205,13 +253,13 @@ def conversation_of(value: Any, where: str) -> list[Message]:
         where: its name in error messages.
 
     Raises:
-        DataError: roles that are not known or do not alternate, contents that are no texts.
+        DataError: roles that are not known or not in turn, contents that are no texts.
     """
 
     def refuse(problem: str) -> NoReturn:
         raise DataError(f"{where}: {problem}")
 
-    return _messages(_parsed(value, refuse), refuse)
+    return [message for turn in _turns(_parsed(value, refuse), refuse) for message in turn]
 
 
 def _parsed(value: Any, refuse: RefuseRow) -> list[Any]:
@@ -226,37 +274,55 @@ def _loaded(text: str, name: str, refuse: RefuseRow) -> Any:
         refuse(f"the {name} is no JSON ({error}): expected a list, repair or remove the row")
 
 
-def _messages(given: Sequence[Any], refuse: RefuseRow) -> list[Message]:
-    messages = [_message(item, refuse) for item in given]
-    turns = [message.role for message in messages]
-    if turns[:1] == ["system"]:
-        turns = turns[1:]
-    first_number = len(messages) - len(turns) + 1
-    for index, role in enumerate(turns):
-        wanted = "assistant" if index % 2 else "user"
-        if role != wanted:
+_NEXT: Mapping[str, tuple[str, ...]] = {
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "tool_calls": ("tool",),
+    "tool": ("assistant", "tool"),
+}
+"""Role of a turn's last message -> roles of the next turn."""
+
+
+def _turns(given: Sequence[Any], refuse: RefuseRow) -> list[tuple[Message, ...]]:
+    """Return each message of a conversation, with its calls of tools as a message of their own behind it."""
+    said = [_turn(item, refuse) for item in given]
+    wanted: tuple[str, ...] = ("user", SYSTEM)
+    for number, turn in enumerate(said, 1):
+        if turn[0].role not in wanted:
+            why = "since the calls of tools before it have results"
+            if wanted != ("tool",):
+                why = "since user and assistant alternate, behind at most one system message"
             refuse(
-                f"message {first_number + index} of the conversation is of {role}: expected {wanted}, "
-                "since user and assistant alternate, behind at most one system message; repair or remove it"
+                f"message {number} of the conversation is of {turn[0].role}: expected "
+                f"{' or '.join(role for role in wanted if role != SYSTEM)}, {why}; repair or remove it"
             )
-    return messages
+        wanted = _NEXT.get(turn[-1].role, ("user",))
+    return said
 
 
-def _message(item: Any, refuse: RefuseRow) -> Message:
+def _turn(item: Any, refuse: RefuseRow) -> tuple[Message, ...]:
     if not isinstance(item, dict):
         refuse(f"a message is a {type(item).__name__}: expected an object with role and content")
     name, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
-    role = ROLES.get(str(name))
+    role = "tool" if name == "tool" else ROLES.get(str(name))
     if role is None:
-        refuse(f"a message is of '{name}': expected one of {', '.join(ROLES)}; remove the row or the message")
-    unread = next((key for key in _UNREAD_OF_MESSAGE if item.get(key) not in _NOTHING), None)
+        known = ", ".join((*ROLES, "tool"))
+        refuse(f"a message is of '{name}': expected one of {known}; remove the row or the message")
+    unread = next((key for key in _UNREAD_OF_MESSAGE if item.get(key) not in NOTHING), None)
     if unread is not None:
         refuse(f"a message has {unread}, which are not learned: remove the row or the message")
+    calls = row_calls(item.get("tool_calls"), refuse)
+    if calls and role != "assistant":
+        refuse(f"a message of {role} has tool_calls: expected them in the assistant's messages, repair or remove it")
     if isinstance(content, list):
         content = _joined(content)
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         refuse(f"the content of a message is a {type(content).__name__}: expected text, repair or remove it")
-    return Message(role, content)
+    if role == "tool":
+        return (Message("tool", result_text(content, item.get("tool_call_id"), item.get("name"))),)
+    return (Message(role, content), *([Message("tool_calls", calls)] if calls else []))
 
 
 def _joined(parts: Sequence[Any]) -> str | None:

@@ -14,16 +14,19 @@ from raycl.data.sources.conversation import (
     CHAT_NAMES,
     HISTORY,
     SYSTEM,
+    TOOLS,
     Message,
-    RefuseRow,
     Turns,
     earlier_turns,
     is_chat,
     system_of,
     text_of,
+    tools_of,
     turns_of,
+    with_tools,
 )
 from raycl.data.sources.reading import BadRow, Findings
+from raycl.data.sources.tools import RefuseRow
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")
@@ -31,7 +34,8 @@ INSTRUCTION, INSTRUCTION_INPUT = "instruction", "input"
 QUESTION, CHOICES, ANSWER, LETTERS = "question", "choices", "answer", "ABCDEFGHIJ"
 CHOICES_HEADER = (QUESTION, *LETTERS[:4], ANSWER)
 """Columns of MMLU's CSV files, which have no header line."""
-PREFERENCE_NAMES = ("chosen", "rejected")
+PREFERENCE_NAMES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+"""Fields of pairs of answers, of which the first is preferred: TRL's and OpenAI's."""
 
 
 class Refuse(Protocol):
@@ -140,10 +144,12 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: RefuseRow
     Raises:
         DataError: they are such pairs, and the columns that shall be read are not named.
     """
-    if set(PREFERENCE_NAMES) <= set(names) and (columns.is_default or columns.label == LABEL_NAMES):
+    pair = next((pair for pair in PREFERENCE_NAMES if set(pair) <= set(names)), None)
+    if pair is not None and (columns.is_default or columns.label == LABEL_NAMES):
         refuse(
-            "the rows hold preferences (chosen, rejected): expected an answer for each text; name the columns, for "
-            "example columns.text=prompt columns.label=chosen, to learn the chosen answers alone"
+            f"the rows hold preferences ({', '.join(pair)}), from which no method here learns: expected an answer for "
+            f"each text; name the columns, for example columns.text=prompt columns.label={pair[0]}, to learn the "
+            f"{pair[0]} answers alone"
         )
 
 
@@ -196,6 +202,21 @@ def other_fields(item: Any, columns: Columns) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name != text}
 
 
+def without_nulls(item: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return an item of an Arrow table, whose conversation and tools lack the keys that only other rows have.
+
+    Arrow gives all objects of a column the same keys, and null for those that an object does not have.
+    """
+    nested = {*CHAT_NAMES, TOOLS, *columns.text}
+    return {name: _dense(value) if name in nested else value for name, value in item.items()}
+
+
+def _dense(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _dense(inner) for key, inner in value.items() if inner is not None}
+    return list(map(_dense, value)) if isinstance(value, list) else value
+
+
 def half_character(text: str) -> str:
     """Describe what is wrong with a text that was cut inside an emoji and ends in half a surrogate pair; or ""."""
     try:
@@ -218,16 +239,17 @@ def _rows_of(item: Any, number: int, columns: Columns, refuse: RefuseRow) -> Ite
         return
     messages = _conversation(item, columns, refuse)
     if messages is not None:
-        system = system_of(item, refuse)
-        for text, answer in turns_of(messages, bool(columns.label), refuse, columns.turns, system):
+        system, tools = system_of(item, refuse), tools_of(item, refuse)
+        for text, answer in turns_of(messages, bool(columns.label), refuse, columns.turns, system, tools):
             yield SourceRow(number, text, (answer,), is_chat=True)
         return
     text, has_turns = _text(item, columns, refuse), False
-    if _is_instruction(item, columns):  # with a system message and the turns before it
-        system, earlier = system_of(item, refuse), earlier_turns(item.get(HISTORY), refuse)
-        if has_turns := bool({SYSTEM, HISTORY} & set(item)):
+    if _is_instruction(item, columns):  # with a system message, tools and the turns before it
+        system, tools = system_of(item, refuse), tools_of(item, refuse)
+        earlier = earlier_turns(item.get(HISTORY), refuse)
+        if has_turns := bool(tools or {SYSTEM, HISTORY} & set(item)):
             opening = [Message("system", system)] if system else []
-            text = text_of([*opening, *earlier, Message("user", text)])
+            text = text_of(with_tools([*opening, *earlier, Message("user", text)], tools))
     if not columns.label:
         yield SourceRow(number, text, ("",), has_turns)
         return

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from raycl.data.sources.fields import Columns, SourceRow, usable_rows
+from raycl.data.sources.fields import Columns, SourceRow, usable_rows, without_nulls
 from raycl.data.sources.parquet import BATCH, check_parquet
 from raycl.data.sources.reading import USUAL_LIMITS, Findings, NamedSource, ReadLimits, check_compressed
 from raycl.data.sources.slices import Slice, named_in, sliced
@@ -122,7 +122,8 @@ class HubSplit(NamedSource):
             DataError: a row cannot be used.
         """
         needed = columns.needed(self.dataset.column_names, self.refuse)
-        return usable_rows(enumerate(self._items(needed), start=1), columns, self.refuse, findings)
+        items = (without_nulls(item, columns) for item in self._items(needed))
+        return usable_rows(enumerate(items, start=1), columns, self.refuse, findings)
 
     def _items(self, names: list[str]) -> Iterator[dict[str, Any]]:
         from datasets.features.features import require_decoding

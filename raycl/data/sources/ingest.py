@@ -30,7 +30,7 @@ Labels = tuple[str, ...] | Literal["auto"] | None
 MAX_AUTO_LABELS = 64
 """Train files with more distinct answers than this have free text, not a label set."""
 
-_VERSION = 8
+_VERSION = 9
 _BATCH = 1024
 _SCHEMA = pa.schema(
     [("text", pa.string()), ("references", pa.list_(pa.string())), ("row", pa.int64()), ("group", pa.string())]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
-from raycl.data.sources.fields import Columns
+from raycl.data.sources.fields import Columns, without_nulls
 from raycl.data.sources.source import SourceFile
 
 BATCH = 1024
@@ -48,7 +48,7 @@ def parquet_items(file: SourceFile, columns: Columns) -> Iterator[tuple[int, Any
                 if left < 0:
                     file.refuse(limits.too_expanded(size))
                 items = batch.to_pylist() if batch.nbytes <= limits.row_bytes else _one_by_one(batch, number, file)
-                yield from enumerate(items, start=number)
+                yield from enumerate((without_nulls(item, columns) for item in items), start=number)
                 number += batch.num_rows
         except (ArrowException, MemoryError, _BadPageError) as error:
             file.refuse(f"not a readable Parquet file ({' '.join(str(error).split())}): re-export the file")

@@ -46,7 +46,6 @@ class EngineRequest(GenerationRequest):
         route_only: with `sampling` None, answer with the mixture only, not with a label.
         templated: the text is an input, and gets the prompt that its task was trained with.
         is_chat: the text stands for the messages of a conversation (`raycl.data.sources.conversation`).
-        tools: JSON of the tools that are offered, for the chat template; "": none.
         ids: the prompt's tokens, which `text` stands for; None: those of the text.
         is_scored: set when the log probabilities of its prompt have been sent.
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
@@ -57,7 +56,6 @@ class EngineRequest(GenerationRequest):
     route_only: bool = False
     templated: bool = True
     is_chat: bool = False
-    tools: str = ""
     ids: tuple[int, ...] | None = None
     is_scored: bool = False
     template: str = ""
@@ -69,8 +67,8 @@ class EngineRequest(GenerationRequest):
 
     @cached_property
     def has_tools(self) -> bool:
-        """Return whether it offers tools, or its conversation used some: it is never cut."""
-        return bool(self.tools) or (self.is_chat and has_tool_turns(self.text))
+        """Return whether its conversation offers or used tools: it is never cut."""
+        return self.is_chat and has_tool_turns(self.text)
 
     @cached_property
     def reading(self) -> PromptReading:

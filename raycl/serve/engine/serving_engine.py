@@ -35,7 +35,7 @@ from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapsho
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
 from raycl.serve.engine.request_mixtures import heads_of, mixtures_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
-from raycl.serve.errors import InternalError, InvalidRequestError, UnknownTextError
+from raycl.serve.errors import InternalError, UnknownTextError
 from raycl.types import Capabilities, Mixture
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -378,8 +378,6 @@ class ServingEngine:
         task = template_of(loaded, request, mixture) if request.templated else ""
         codec = self.model.backbone.codec
         prompt = loaded.prompt_of(task, request.reading, codec) if request.templated else Prompt()
-        if request.has_tools:
-            prompt = _with_tools(prompt, task, request.tools)
         ahead = loaded.prompt_positions(weights.keys())
         is_input = (request.templated or request.sampling is None) and not request.has_tools
         source, target = loaded.snapshot.token_limits(task)
@@ -418,21 +416,6 @@ class ServingEngine:
             self._send(prepared.request, Started(prepared.metadata))
             self._send(prepared.request, event)
         return ready
-
-
-def _with_tools(prompt: Prompt, task: str, tools: str) -> Prompt:
-    """Return a prompt that offers tools.
-
-    Raises:
-        InvalidRequestError: it has no chat template that renders tools.
-    """
-    if "tool" not in prompt.chat_template:
-        whose = f"the prompt of task '{task}'" if task else "this model"
-        raise InvalidRequestError(
-            f"{whose} has no chat template that renders tools: leave tools and their turns out, or name a model whose "
-            "template does"
-        )
-    return replace(prompt, tools=tools)
 
 
 def _best(scores_BC: Tensor, labels: Sequence[str]) -> list[LabelScores | Failed]:

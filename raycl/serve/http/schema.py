@@ -22,8 +22,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from raycl.data.sources.conversation import ROLES, text_of
+from raycl.data.sources.conversation import ROLES, text_of, with_tools
 from raycl.data.sources.conversation import Message as Turn
+from raycl.data.sources.tools import call_tree, calls_text, result_text, tools_text
 from raycl.errors import meant
 from raycl.serve.http.tool_calls import forced_schema
 
@@ -327,8 +328,7 @@ class CalledTool(Wire):
     @property
     def tree(self) -> dict[str, Any]:
         """It, as chat templates take it: with arguments that are no text."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments or "{}")}
-        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
+        return call_tree(self.function.name, self.function.arguments, self.id)
 
 
 class ChatMessage(Wire):
@@ -350,11 +350,9 @@ class ChatMessage(Wire):
     def turns(self) -> list[Turn]:
         """It, as conversations have it."""
         if self.role == "tool":
-            named = {"tool_call_id": self.tool_call_id, "name": self.name}
-            given = {name: value for name, value in named.items() if value is not None}
-            return [Turn("tool", json.dumps({"content": self.text, **given}, ensure_ascii=False))]
+            return [Turn("tool", result_text(self.text, self.tool_call_id, self.name))]
         calls = [call.tree for call in self.tool_calls or () if self.role == "assistant"]
-        called = [Turn("tool_calls", json.dumps(calls, ensure_ascii=False))] if calls else []
+        called = [Turn("tool_calls", calls_text(calls))] if calls else []
         return [Turn(ROLES[self.role], self.text), *called]
 
     @property
@@ -447,12 +445,6 @@ class ChatRequest(Generation):
         return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
 
     @property
-    def tools_json(self) -> str:
-        """The tools for a chat template; "": none."""
-        trees = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in self.offered]
-        return json.dumps(trees, ensure_ascii=False) if trees else ""
-
-    @property
     def forms(self) -> list[Form]:
         """See `Generation`; a call that must be made is a form too."""
         if not self.is_forced:
@@ -464,7 +456,9 @@ class ChatRequest(Generation):
     def prompt(self) -> str:
         """The conversation as one text (`raycl.data.sources.conversation`); "" where it says nothing."""
         turns = [turn for message in self.messages for turn in message.turns]
-        return text_of(turns) if any(turn.content.strip() for turn in turns) else ""
+        if not any(turn.content.strip() for turn in turns):
+            return ""
+        return text_of(with_tools(turns, tools_text([tool.model_dump() for tool in self.offered])))
 
 
 class CompletionRequest(Generation):

@@ -65,8 +65,7 @@ def add_texts(app: FastAPI, service: Service, history: History) -> None:
         options = await _options(service, request, [request.prompt], most, chat=True)
         if request.offered:
             samplings = [replace(sampling, keeps_special=True) for sampling in options.settings["sampling"]]
-            offered = {"sampling": samplings, "tools": request.tools_json}
-            options = replace(options, settings={**options.settings, **offered})
+            options = replace(options, settings={**options.settings, "sampling": samplings})
         return await _answered(service, history, options)
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})

@@ -10,7 +10,7 @@ from typing import Any
 
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
-from raycl.data.sources.conversation import last_contents, messages_of
+from raycl.data.sources.conversation import answer_of, last_contents, messages_of
 from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.data.stream import Stream
@@ -86,9 +86,12 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     needs_sources = metric is None or check_metric(metric).needs_sources
     references: list[tuple[str, ...]] = []
     sources: list[str] = []
+    with_calls: dict[int, str] = {}
 
     def texts() -> Iterator[Text]:
         for _, row in given.rows():
+            if row.is_chat and any(len(answer_of(name)) > 1 for name in row.references):
+                with_calls[len(references)] = row.text
             references.append(row.references)
             if needs_sources:
                 sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
@@ -99,7 +102,10 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     named = next((info for info in model.snapshot.tasks if info.name == settings.get("task")), None)
     settings["allowed"] = model.answers_of(named) if named is not None and rules.labels == "task" else None
     answers, weights, ood_scores = [], Counter[str](), []
-    for prediction in model.predict(texts(), **settings):
+    for number, prediction in enumerate(model.predict(texts(), **settings)):
+        if number in with_calls:
+            task_name = settings.get("task") or next(iter(prediction.tasks), "")
+            references[number] = tuple(model.as_generated(with_calls[number], references[number], task_name))
         answers.append(prediction.text)
         weights.update(prediction.tasks)
         ood_scores += [] if prediction.ood_score is None else [prediction.ood_score]

@@ -19,6 +19,7 @@ from raycl.backbone.codec import HFCodec
 from raycl.bank import Bank, Snapshot
 from raycl.bank.manifest import TaskInfo
 from raycl.data.prepare import fit_targets
+from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import Message, messages_of, text_of
 from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
@@ -161,6 +162,15 @@ class OfflineModel:
         labels, limit = task.labels or (), self.snapshot.token_limits(task.name)[1] or self.codec.max_target_tokens
         ids, _ = fit_targets([""] * len(labels), labels, self._loaded.prompts[task.name], self.codec, limit)
         return dict(zip(labels, ids, strict=True))
+
+    def as_generated(self, text: str, references: Sequence[str], task: str) -> list[str]:
+        """Return accepted answers to a row as the model generates them (`Prompt.as_generated`).
+
+        Args:
+            text: the row's text. task: the task that it is answered as; "": none.
+        """
+        prompt = self._loaded.prompts.get(task) or Prompt(chat_template=self.codec.chat_template)
+        return prompt.as_generated([text], [references], self.codec)[0]
 
     def answers_to(self, rows: ScoredTask) -> list[str]:
         """Return an answer to each row of a task, in its own prompt or by the text alone (`eval.instruction`)."""

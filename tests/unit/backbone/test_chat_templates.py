@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chat_samples import TEMPLATES, TOKENIZERS, chat_codec
+from chat_samples import TEMPLATES, TOKENIZERS, TOOL_TEMPLATES, chat_codec
 from tiny import WORDS
 
 from raycl.backbone.codec import HFCodec
@@ -14,9 +15,9 @@ from raycl.backbone.load import BackboneConfig
 from raycl.backbone.markup.chat_templates import CHATML, template_source, with_template_files
 from raycl.data.prepare import fit_sources
 from raycl.data.prompts import Prompt
-from raycl.data.sources.conversation import Message, Role, messages_of, text_of
+from raycl.data.sources.conversation import Message, Role, answer_text, messages_of, text_of
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
-from raycl.errors import BackboneError, ConfigError, DataError
+from raycl.errors import BackboneError, ConfigError, ConversationError, DataError
 from raycl.testing.tiny_models import word_tokenizer
 from raycl.training.setup.run_config import from_tree
 
@@ -46,7 +47,7 @@ def test_source_and_target_are_the_ids_of_the_conversation_up_to_the_end_of_the_
 ) -> None:
     made = chat_codec(tokenizer, template)
     (source,) = made.encode_chat([CHAT], made.chat_template)
-    (target,) = made.encode_chat_answers([CHAT], [answer], made.chat_template)
+    (target,) = made.encode_chat_answers([CHAT], [[("assistant", answer)]], made.chat_template)
     messages = [message._asdict() for message in (*CHAT, Message("assistant", answer))]
     whole = made.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     before = made.tokenizer.apply_chat_template(
@@ -88,9 +89,77 @@ def test_a_template_that_rewrites_a_turn_is_refused_with_the_row(
         stream.table(stream.tasks[0], "train", made)
 
 
+TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+CALLS = '[{"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "sky"}}}]'
+RESULT = '{"content": "warm", "tool_call_id": "abcdefghi"}'
+CALLED = (Message("assistant", ""), Message("tool_calls", CALLS))
+
+
+@pytest.mark.parametrize("template", TOOL_TEMPLATES)
+@pytest.mark.parametrize("tokenizer", ["bytes", "pieces"])
+def test_calls_of_tools_are_targets_and_results_are_sources(tokenizer: str, template: str) -> None:
+    """Both are what the tokenizer makes of the whole conversation."""
+    made = chat_codec(tokenizer, template)
+    asked = [Message("tools", TOOLS), Message("user", "the sky is")]
+    calls = json.loads(CALLS)
+    named: list[dict[str, Any]] = [
+        {"role": "user", "content": "the sky is"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", **json.loads(RESULT)},
+        {"role": "assistant", "content": "warm"},
+    ]
+    settings = {"tools": json.loads(TOOLS), "return_dict": False}
+    for messages, answer, before in (
+        (asked, CALLED, named[:1]),
+        ([*asked, *CALLED, Message("tool", RESULT)], (Message("assistant", "warm"),), named[:3]),
+    ):
+        (source,) = made.encode_chat([messages], made.chat_template)
+        (target,) = made.encode_chat_answers([messages], [answer], made.chat_template)
+        assert source == made.tokenizer.apply_chat_template(before, add_generation_prompt=True, **settings)
+        whole = made.tokenizer.apply_chat_template(named[: len(before) + 1], **settings)
+        joined = source + (target if whole[-1] == made.eos_id else target[:-1])
+        assert whole[: len(joined)] == joined and not made.tokenizer.decode(whole[len(joined) :]).strip()
+        assert target[-1] == made.eos_id and ("weather" in made.shown(target)) == (answer == CALLED)
+        prompt = Prompt(chat_template=made.chat_template)
+        (written,) = prompt.as_generated([text_of(messages)], [[answer_text(answer)]], made)
+        assert written == [made.decode([target])[0]]
+
+
+@pytest.mark.parametrize("template", ["trims", "no-system", "thinks"])
+def test_a_template_that_cannot_render_tools_is_refused_with_the_row(template: str, tmp_path: Path) -> None:
+    rows = [{"messages": [message._asdict() for message in (*CHAT, Message("assistant", "red"))]} for _ in range(3)]
+    rows[1]["tools"] = json.loads(TOOLS)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"dev_fraction": 0, "cache_dir": str(tmp_path / "cache"), "max_source_tokens": 200}
+    stream = open_stream(StreamConfig(tasks=(TaskSpec(name="chat", path=str(tmp_path)),), **settings), seed=0)
+    said = r"train.jsonl, row 2: the chat template of the tokenizer does not render tools, .* backbone.chat_template"
+    with pytest.raises(DataError, match=said):
+        stream.table(stream.tasks[0], "train", chat_codec("bytes", template))
+
+
+def test_tools_calls_and_results_are_not_cut() -> None:
+    made = chat_codec("bytes", "in-tags")
+    prompt = Prompt(chat_template=made.chat_template)
+    last = [Message("user", "the fire is " * 9), *CALLED, Message("tool", RESULT)]
+    offers = [Message("system", "runs warm " * 9), Message("tools", TOOLS)]
+    messages = [*offers, *CHAT[:2], *last]
+    (least,) = made.encode_chat([[offers[1], last[0]._replace(content=""), *last[1:]]], made.chat_template)
+    (whole,) = made.encode_chat([messages], made.chat_template)
+    for limit in (len(least) - 5, len(least) + 5, len(whole) - 5):
+        if limit < len(least):
+            with pytest.raises(ConversationError, match="send fewer messages, tools or shorter results"):
+                fit_sources([text_of(messages)], prompt, made, limit)
+            continue
+        ((ids,), (cut,)) = fit_sources([text_of(messages)], prompt, made, limit)
+        shown = made.shown(ids)
+        assert len(ids) <= limit and cut and "blue" not in shown, shown
+        assert '"name": "weather"' in shown and '{"city": "sky"}' in shown and "warm" in shown.rpartition("tool\n")[2]
+
+
 def test_an_end_of_turn_that_is_no_special_token_is_not_learned() -> None:
     made = codec(CHATML)
-    (target,) = made.encode_chat_answers([CHAT], ["red"], CHATML)
+    (target,) = made.encode_chat_answers([CHAT], [[("assistant", "red")]], CHATML)
     assert made.shown(target).split() == ["red", made.tokenizer.eos_token]
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_samples import chat_codec
 from data_samples import MiniLMCodec
 
 from raycl.cli import main
 from raycl.data.check import TaskCheck, check_task
 from raycl.data.mistakes import Mistake
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
+from raycl.testing.tiny_models import tiny_model
 
 
 def task(folder: Path, train: list[tuple[str, Any]], test: list[tuple[str, Any]]) -> str:
@@ -141,6 +143,24 @@ def test_what_a_run_would_refuse_is_said_and_the_rest_is_shown(tmp_path: Path) -
     result = checked(MiniLMCodec(needs_labels=True), path, {"labels": None})
     assert "has free-text answers: an encoder-only backbone needs a closed label set" in result.problem
     assert result.splits["train"].rows == 72 and result.examples == []
+
+
+def test_examples_of_conversations_show_which_tokens_carry_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A turn of weight 0 is among those without loss of a later one."""
+    tokenizer = chat_codec("words", "trims").tokenizer
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model("llama", len(tokenizer)).save_pretrained(tmp_path / "model")
+    turns = [("user", "the sky is"), ("assistant", "blue"), ("user", "the fire is"), ("assistant", "red")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in turns]
+    messages[1]["weight"] = 0
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    words = ["data", "check", str(tmp_path / "chats.jsonl"), f"backbone.name={tmp_path / 'model'}"]
+    assert main.main([*words, "stream.dev_fraction=0"]) == 0
+    out = capsys.readouterr().out
+    without = "the | sky | is | <|end|> | <|turn|> | assistant | <|head|> | blue | <|end|> | <|turn|> | user"
+    assert "tokens without loss: " in out and without in out and "3 tokens with loss: red | <|end|> | </s>" in out
 
 
 def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
