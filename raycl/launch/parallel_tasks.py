@@ -10,11 +10,12 @@ import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
-from raycl.errors import RayclError, RunError, StoppedError
+from raycl.errors import RayclError, RunError, UnreachableError
+from raycl.launch.crashes import leave_error
 from raycl.launch.prepared_run import Prepared, resume_line
 from raycl.launch.task_schedule import TaskSchedule
 from raycl.training.definition.job import TaskPart
@@ -77,7 +78,7 @@ def learn_at_once(prepared: Prepared, schedule: TaskSchedule, host: HostStop | N
 
     Raises:
         RunError: a task failed; what the others learned is kept.
-        StoppedError: SIGTERM, Ctrl-C or the host stopped it, or its store did not answer.
+        StoppedError: SIGTERM, Ctrl-C or the host stopped it. UnreachableError: its store does not answer.
     """
     config, storage = prepared.config, prepared.storage
     stop = host or HostStop(storage.address, uuid.uuid4().hex[:12])
@@ -91,12 +92,13 @@ def learn_at_once(prepared: Prepared, schedule: TaskSchedule, host: HostStop | N
             for group in [pool.submit(groups.serve) for _ in range(count)]:
                 group.result()
     resume = resume_line(storage, config)
-    if unreachable := next((error for error in groups.errors.values() if isinstance(error, StoppedError)), None):
-        raise unreachable
+    if away := next((error for error in groups.errors.values() if isinstance(error, UnreachableError)), None):
+        raise away
     if groups.errors:
-        raise RunError(
-            f"{'; '.join(map(_named, groups.errors.items()))}; the other tasks are kept: continue with {resume}"
-        )
+        failed = "; ".join(map(_named, groups.errors.items()))
+        error = RunError(f"{failed}; the other tasks are kept: continue with {resume}")
+        leave_error(storage, stop.driver, error)  # for the status of the run
+        raise error
     if reason := signals.reason or stop.reason:
         raise stopped_by(reason, f"{_progress(prepared)}; continue with {resume}")
 
@@ -128,16 +130,22 @@ class _Groups:
     def serve(self) -> None:
         """Do one part after another, until nothing is left or a stop is requested."""
         while (part := self._next()) is not None:
-            error: RayclError | None = None
-            try:
+            with self._recorded(part):
                 self._work(part, self._stop)
-            except RayclError as raised:
-                error = raised
-                log.error("%s", _named((part, error)))
+
+    @contextmanager
+    def _recorded(self, part: TaskPart) -> Iterator[None]:
+        """Record how a part ended, whatever it ended with; an error of ours goes no further."""
+        failed = True
+        try:
+            yield
+            failed = False
+        except RayclError as error:
+            self.errors[part] = error
+            log.error("%s", _named((part, error)))
+        finally:
             with self._changed:
-                self._schedule.end(part, failed=error is not None)
-                if error is not None:
-                    self.errors[part] = error
+                self._schedule.end(part, failed)
                 self._changed.notify_all()
 
     def _next(self) -> TaskPart | None:

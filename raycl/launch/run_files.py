@@ -13,6 +13,7 @@ from raycl.errors import StorageError
 from raycl.launch.console import LOGS, is_log
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
+from raycl.training.definition.job import TASKS
 from raycl.training.records.journal import JournalReader, RunState
 from raycl.training.records.run_folder import CONFIG, run_at
 from raycl.training.workers.control import BEAT_S, HEARTBEAT
@@ -31,6 +32,8 @@ class RunFiles:
         hangs: messages of workers that made no progress.
         log: name of the newest attempt's log, and its lines; both empty before there are any.
         now: when they were read.
+        apart: index of a phase -> heartbeat of the worker group of its task, where tasks are learned at the same time
+            and the run has not joined this one yet; with its `name`.
     """
 
     storage: Storage
@@ -43,6 +46,7 @@ class RunFiles:
     hangs: list[str]
     log: tuple[str, list[str]]
     now: float
+    apart: dict[int, dict[str, Any]]
 
     @property
     def attempt(self) -> dict[str, Any]:
@@ -51,17 +55,37 @@ class RunFiles:
     @property
     def age(self) -> float:
         """Seconds since the last heartbeat."""
-        return max(0.0, self.now - float(self.heartbeat.get("time", 0.0)))
+        return self._age(self.heartbeat)
+
+    def _age(self, heartbeat: dict[str, Any]) -> float:
+        return max(0.0, self.now - float(heartbeat.get("time", 0.0)))
+
+    @property
+    def beats(self) -> list[dict[str, Any]]:
+        """The heartbeats of the workers that are alive: the run's own, or those of its tasks."""
+        both = (self.heartbeat, *self.apart.values())
+        return [beat for beat in both if self._age(beat) < FRESH_S and beat["activity"] not in ("ended", "failed")]
+
+    @property
+    def learned_apart(self) -> list[str]:
+        """Names of tasks that are learned and that the run has not joined yet."""
+        return [str(beat["name"]) for beat in self.apart.values() if beat.get("learned")]
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last progress of workers that are alive."""
+        return min(self._age(beat) + float(beat["idle_s"]) for beat in self.beats)
 
     @property
     def phases(self) -> int | None:
         """The total number of phases."""
-        count = self.heartbeat.get("phases") or len(self.results.get("phases", ()))
+        beat = next(iter(self.apart.values()), self.heartbeat)
+        count = beat.get("phases") or len(self.results.get("phases", ()))
         return int(count) if count else None
 
     @property
     def is_alive(self) -> bool:
-        return self.age < FRESH_S and self.heartbeat.get("activity") not in ("ended", "failed")
+        return bool(self.beats)
 
     @property
     def is_finished(self) -> bool:
@@ -88,7 +112,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         for name, error in drivers.items()
         if error and "-" not in name and (name == driver or error.get("time", 0.0) > since)
     ]
-    heartbeat = _json(storage, HEARTBEAT)
+    heartbeat, apart = _json(storage, HEARTBEAT), _apart(storage, len(state.phases))
     return RunFiles(
         storage,
         state,
@@ -96,11 +120,23 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         _results(storage),
         heartbeat,
         max(ended, key=lambda error: float(error.get("time", 0.0)), default={}),
-        _stop(storage, {driver, str(heartbeat.get("driver", ""))}),
+        _stop(storage, {driver, str(heartbeat.get("driver", ""))}) or _stop_apart(storage, apart),
         [str(error["message"]) for name, error in drivers.items() if error and "-hang-" in name],
         _log(storage),
         time.time(),
+        {int(beat["phase"]): {**beat, "name": folder.partition("-")[2]} for folder, beat in apart.items()},
     )
+
+
+def _apart(storage: Storage, joined: int) -> dict[str, dict[str, Any]]:
+    """Return the folder of each task that the run has not joined -> the heartbeat of its worker group."""
+    beats = {f"{TASKS}/{name}": _json(storage, f"{TASKS}/{name}/{HEARTBEAT}") for name in storage.list(TASKS)}
+    return {folder: beat for folder, beat in beats.items() if beat.get("phase", -1) >= joined}
+
+
+def _stop_apart(storage: Storage, apart: dict[str, dict[str, Any]]) -> StopRequest | None:
+    stops = [_stop(storage.sub(folder), {str(beat["driver"])}) for folder, beat in apart.items()]
+    return max(filter(None, stops), key=lambda stop: stop.time, default=None)
 
 
 def _results(storage: Storage) -> dict[str, Any]:

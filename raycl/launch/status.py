@@ -72,7 +72,7 @@ def status_from(files: RunFiles, trace: TraceReader) -> Status:
 
 def _state(files: RunFiles) -> tuple[State, str]:
     if files.is_alive:
-        activity = f"{_activity(files.heartbeat)}, last progress {_ago(files.age + files.heartbeat['idle_s'])}"
+        activity = f"{'; '.join(map(_activity, files.beats))}, last progress {_ago(files.idle_s)}"
         return (
             ("stopping", f"stop requested by {files.stop.reason}; {activity}") if files.stop else ("running", activity)
         )
@@ -85,14 +85,15 @@ def _state(files: RunFiles) -> tuple[State, str]:
         return "stopped", f"by {files.stop.reason} at {_at(files.stop.time)} (exit status 75: resume it)"
     if is_stopped(files.storage, done):
         return "stopped", f"by the sweep that it belongs to, after {done} tasks"
-    if not files.heartbeat and not files.state.attempts:
+    if not files.heartbeat and not files.state.attempts and not files.apart:
         return "waiting", "no worker has started yet: it waits for the cluster, or was ended before"
     return "crashed", _crash(files)
 
 
 def _crash(files: RunFiles) -> str:
     last = max(
-        float(files.heartbeat.get("time", 0.0)), float(files.attempt.get("ended", files.attempt.get("started", 0)))
+        *(float(beat.get("time", 0.0)) for beat in (files.heartbeat, *files.apart.values())),
+        float(files.attempt.get("ended", files.attempt.get("started", 0))),
     )
     again = "; its workers may be starting again" if files.now - last < RESTART_S else ""
     return (
@@ -118,7 +119,8 @@ def _activity(heartbeat: dict[str, Any]) -> str:
 def _tasks(files: RunFiles) -> str:
     done = [str(record["times"]["phase"]) for record in files.state.phases]
     total = f" of {files.phases}" if files.phases else ""
-    return f"{len(done)}{total} done{': ' if done else ''}{', '.join(done)}"
+    apart = "; learned and not joined yet: " + ", ".join(files.learned_apart) if files.learned_apart else ""
+    return f"{len(done)}{total} done{': ' if done else ''}{', '.join(done)}{apart}"
 
 
 def _last_step(files: RunFiles, trace: TraceReader) -> str:

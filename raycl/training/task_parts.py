@@ -81,6 +81,7 @@ class LoneTask:
         times = {"phase": phase.name, "steps": done.steps, **memory_used(world)}
         if recorder.journal is not None:
             recorder.journal.phase_done(_record(phase, times))
+        self._control.progress("learned", learned=True)
 
 
 def score_row(
@@ -117,7 +118,7 @@ def score_row(
     assert done is not None, "there is a task"
 
     def before(task: str) -> None:
-        control.pause("evaluating", phase=phase.index, phases=len(context.phases), task=task)
+        control.pause("evaluating", phase=phase.index, phases=len(context.phases), task=task, learned=True)
 
     try:
         scored = score_phase(context, phase, world, run, before, done)

@@ -31,13 +31,17 @@ from raycl.errors import ConfigError, RunError, StoppedError
 from raycl.launch import driver, worker
 from raycl.launch.driver import RunOptions, job_of
 from raycl.launch.local import in_process_worker
+from raycl.launch.page.progress import progress_of
 from raycl.launch.parallel_tasks import learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, extend, prepare, reopen
+from raycl.launch.run_files import read_run
+from raycl.launch.status import status_of
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources, TaskPart
 from raycl.training.phase import trainer
 from raycl.training.records.checkpoint import read_checkpoint
 from raycl.training.records.journal import read_state
+from raycl.training.records.progress import TraceReader
 from raycl.training.records.task_records import TaskRecords
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup import run_config
@@ -171,6 +175,9 @@ def test_a_failed_task_is_named_and_the_others_are_kept(lab: Lab, tmp_path: Path
         learn(config, broken("animal"))
     split = Storage.at(tmp_path / "split")
     assert not read_state(split).phases
+    status = status_of(split.uri)
+    assert status.state == "failed" and status.message.startswith("learning task 'animal' failed")
+    assert status.details["tasks"] == "0 of 4 done; learned and not joined yet: colour, again, last"
     groups = learn(config)
     assert groups.done[0] == ("learn", "animal") and ("learn", "again") not in groups.done
     assert ("score", "colour") not in groups.done, "its row needs no other task"
@@ -287,12 +294,17 @@ def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
 ) -> None:
     """With `launch.mode=local`: the other task is kept, and the next command continues the one whose process died."""
     caplog.set_level(logging.INFO, "raycl")
-    long = {"train": {"epochs_by_task": {"animal": 20}}}
+    long = {"train": {"epochs_by_task": {"animal": 200}}}
     driver.train(prepare(config_of(lab, "bert", "epi", tmp_path / "whole", **long)))
     config, split = config_of(lab, "bert", "epi", tmp_path / "split", 2, **long), Storage.at(tmp_path / "split")
     with ThreadPoolExecutor(1) as thread:
         training = thread.submit(driver.train, prepare(config))
         task = split.sub("tasks/001-animal")
+        while not training.done() and "'animal', step" not in status_of(split.uri).message:
+            time.sleep(0.05)
+        assert status_of(split.uri).state == "running"
+        shown = progress_of(read_run(split), TraceReader(split))["tasks"][1]
+        assert (shown["name"], shown["state"], shown["activity"]) == ("animal", "current", "training")
         while not training.done() and not read_state(task).checkpoints:
             time.sleep(0.05)
         os.kill(read_state(task).attempts[-1]["pid"], signal.SIGKILL)
@@ -303,5 +315,5 @@ def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
     driver.train(prepare(config))
     assert_equal(Storage.at(tmp_path / "whole"), split)
     assert len(read_state(task).attempts) > len(read_state(split.sub("tasks/000-colour")).attempts)
-    assert "animal: [2/4] animal: 10 rows, 60 steps, continuing after step" in caplog.text
+    assert "animal: [2/4] animal: 10 rows, 600 steps, continuing after step" in caplog.text
     assert "[4/4] last: joined" in caplog.text

@@ -64,7 +64,8 @@ def _phases(files: RunFiles, steps: Sequence[Step]) -> list[str]:
         return list(map(str, names))
     begun = {int(step["phase"]): str(step["task"]) for step in steps}
     done = {record["phase"]: str(record["times"]["phase"]) for record in files.state.phases}
-    named = begun | done
+    apart = {number: str(beat["name"]) for number, beat in files.apart.items()}
+    named = begun | done | apart
     return [named.get(number, f"task {number + 1}") for number in range(max(files.phases or 0, len(named)))]
 
 
@@ -73,14 +74,14 @@ def _phases(files: RunFiles, steps: Sequence[Step]) -> list[str]:
 
 def _tasks(files: RunFiles, phases: Sequence[str], steps: Sequence[Step]) -> list[dict[str, Any]]:
     last = {int(step["phase"]): step for step in steps}
-    planned = files.heartbeat.get("steps_by_phase") or []
+    planned = next(iter(files.apart.values()), files.heartbeat).get("steps_by_phase") or []
     planned = planned if len(planned) == len(phases) else [None] * len(phases)
     done = [_done(record, last.get(number)) for number, record in enumerate(files.state.phases)]
     finished = done[: len(phases)]
     for number in range(len(finished), len(phases)):
-        begun = number == len(done) and (number in last or _works_on(files, number))
+        begun = number in files.apart or (number == len(done) and (number in last or _works_on(files, number)))
         step, total = (_step(files, number, last.get(number)) if begun else 0), planned[number]
-        beat = files.heartbeat
+        beat = _beat_of(files, number)
         if begun and _works_on(files, number):
             total = beat.get("steps", total)
         entry = {"state": "current" if begun else "waiting", "step": step, "steps": total, "loss": None}
@@ -103,13 +104,20 @@ def _done(record: Mapping[str, Any], last: Step | None) -> dict[str, Any]:
     }
 
 
+def _beat_of(files: RunFiles, phase: int) -> dict[str, Any]:
+    """Return the heartbeat of a phase's own worker group, or else that of the run."""
+    return files.apart.get(phase, files.heartbeat)
+
+
 def _works_on(files: RunFiles, phase: int) -> bool:
-    return bool(files.heartbeat.get("phase") == phase)
+    return bool(_beat_of(files, phase).get("phase") == phase)
 
 
 def _step(files: RunFiles, phase: int, last: Step | None) -> int:
     """Return steps that are done: the trace is written after the heartbeat, whose step may be the former phase's."""
-    recorded, beat = int(last["step"]) if last else 0, files.heartbeat
+    recorded, beat = int(last["step"]) if last else 0, _beat_of(files, phase)
+    if phase in files.apart:
+        return int(beat.get("step", 0))
     trains = _works_on(files, phase) and beat.get("activity") == "training" and files.is_alive
     return max(recorded, int(beat.get("step", 0))) if trains else recorded
 
@@ -175,7 +183,7 @@ def _left(files: RunFiles, tasks: Sequence[Mapping[str, Any]], steps: Sequence[S
     rows = [_cells(files, number, len(tasks)) for number in range(len(tasks))]
     spent = [record["times"]["eval_s"] for record in files.state.phases]
     evaluation = sum(spent) / sum(rows[: len(spent)]) * sum(rows[len(spent) :]) if spent else None
-    since = files.age + float(files.heartbeat["idle_s"])
+    since = files.idle_s
     if files.heartbeat.get("activity") == "evaluating" and evaluation is not None:
         evaluation = max(0.0, evaluation - since)
     else:

@@ -30,6 +30,10 @@ class Resources:
         return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
 
 
+TASKS = "tasks"
+"""Folder of a run with those of tasks that worker groups learn by themselves."""
+
+
 @dataclass(frozen=True)
 class TaskPart:
     """A part of a run whose tasks are learned at the same time (`launch.parallel_tasks`).
@@ -48,7 +52,7 @@ class TaskPart:
     @property
     def folder(self) -> str:
         """The folder of the phase in that of the run, which holds what is done of it apart from the others."""
-        return f"tasks/{self.phase:03d}-{self.name}"
+        return f"{TASKS}/{self.phase:03d}-{self.name}"
 
 
 @dataclass(frozen=True)

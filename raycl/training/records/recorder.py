@@ -115,9 +115,10 @@ class Recorder:
         """Record an optimizer step."""
         if self.trace is None:
             return
-        self._keep_step(phase, step, result, seconds)
+        self.trace.add(phase, step, result, seconds)
         if self.progress.step(phase, step, steps, result, seconds):
             self.trace.flush()
+        self._track_step(phase, step, result, seconds)
 
     def add_steps(self, phase: Phase, steps: Sequence[dict[str, Any]]) -> None:
         """Record the optimizer steps of a phase that another worker group has trained.
@@ -125,13 +126,14 @@ class Recorder:
         Args:
             steps: records of its trace.
         """
-        for record in steps if self.trace is not None else ():
+        if self.trace is None:
+            return
+        for record in steps:
             result = StepResult(**{field.name: record[field.name] for field in fields(StepResult)})
-            self._keep_step(phase, record["step"], result, record["seconds"])
+            self.trace.add(phase, record["step"], result, record["seconds"])
+            self._track_step(phase, record["step"], result, record["seconds"])
 
-    def _keep_step(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:
-        assert self.trace is not None, "the first worker records steps"
-        self.trace.add(phase, step, result, seconds)
+    def _track_step(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:
         if self.listeners.trackers:
             names = ("loss", "grad_norm", "learning_rate")
             values = {f"train/{name}": getattr(result, name) for name in names}
