@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 NAME = "pretend"
@@ -108,20 +108,26 @@ class PretendTensor(Tensor):
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the operation on values, its results on the device where it or one of its inputs is."""
-    flat, shape = tree_flatten((args, kwargs))
-    ours = [item for item in flat if isinstance(item, PretendTensor)]
-    others = [item for item in flat if isinstance(item, Tensor) and not isinstance(item, PretendTensor)]
+    ours, others, devices = list[PretendTensor](), list[Tensor](), list[torch.device]()
+
+    def on_cpu(item: Any) -> Any:
+        if isinstance(item, PretendTensor):
+            ours.append(item)
+            return item.values
+        if isinstance(item, Tensor):
+            others.append(item)
+        elif isinstance(item, torch.device):
+            devices.append(item)
+            return CPU
+        return item
+
+    values, options = [_each(on_cpu, item) for item in args], {key: _each(on_cpu, kwargs[key]) for key in kwargs}
     if ours and others and func not in COPIES:
         _check(func, args, others)
-    named = next((item for item in flat if isinstance(item, torch.device)), None)
-    here = bool(ours) if named is None else named.type == NAME
+    here = devices[0].type == NAME if devices else bool(ours)
     same = {id(item.values): item for item in ours}
-    flat = [
-        item.values if isinstance(item, PretendTensor) else CPU if isinstance(item, torch.device) else item
-        for item in flat
-    ]
-    args, kwargs = tree_unflatten(flat, shape)
-    result = _drawn(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else func(*args, **kwargs)
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    result = _drawn(func, values, options) if is_drawn else func(*values, **options)
 
     def placed(item: Any) -> Any:
         if not isinstance(item, Tensor) or any(item is other for other in others):
@@ -134,7 +140,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
                 changed.data = PretendTensor(item)
         return changed
 
-    return tree_map(placed, result)
+    return _each(placed, result)
+
+
+def _each(change: Callable[[Any], Any], item: Any) -> Any:
+    """Return the item changed, or each of a list or tuple: operations take and give no other containers."""
+    return type(item)([_each(change, part) for part in item]) if type(item) in (list, tuple) else change(item)
 
 
 def _check(func: Any, args: Any, others: list[Tensor]) -> None:
