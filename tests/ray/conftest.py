@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from complete_runs import COPIES
@@ -16,9 +18,27 @@ def copy_server(pytestconfig: pytest.Config) -> CopyServer:
     return server
 
 
+@pytest.fixture(scope="session")
+def pause_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an installed package of the modifier `pause`."""
+    import pausing
+
+    from raycl.testing.packages import write_package
+
+    modules = {"pausing.py": Path(pausing.__file__).read_text()}
+    adds = {"pause": "pausing:Pause"}
+    return write_package(tmp_path_factory.mktemp("pausing"), "pausing", {"modifier": adds}, modules=modules)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def copies(copy_server: CopyServer) -> Iterator[None]:
-    """Jobs and Ray's processes of tests/ray start as copies of a process that has imported the libraries."""
-    with pytest.MonkeyPatch.context() as patch:
+def copies(copy_server: CopyServer, pause_package: Path) -> Iterator[None]:
+    """Jobs and Ray's processes of tests/ray start as copies of a process that has imported the libraries.
+
+    They have the modifier `pause`.
+    """
+    from raycl.testing.packages import on_path
+
+    with on_path(pause_package), pytest.MonkeyPatch.context() as patch:
         copy_server.set_in(patch)
+        patch.setenv("PYTHONPATH", str(pause_package), prepend=os.pathsep)
         yield

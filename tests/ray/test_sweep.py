@@ -88,13 +88,14 @@ def swept(ray_cluster: dict[str, str], lab: Lab, tmp_path_factory: pytest.TempPa
     Before the kill a trial's worker is Tune's own process, afterwards each trial has one of its own.
     """
     folder = tmp_path_factory.mktemp("sweep")
-    base = lab.tree("bert", "lora", modifiers=["migu"], train={"epochs": 8, "epochs_by_task": {"animal": 40}})
+    base = lab.tree("bert", "lora", modifiers=["migu", "pause"], train={"epochs": 8})
     tree = {
         "name": "mine",
         "base": base,
         "space": {
             "modifiers.migu.threshold": {"grid": [0.2, 0.8, 0.85, 0.9, 0.95]},
             "train.learning_rate": {"expr": "1e-9 if modifiers.migu.threshold == 0.9 else 0.01"},
+            "modifiers.pause.seconds": {"expr": "0.06 if modifiers.migu.threshold == 0.85 else 0"},
             "eval.singles": {"expr": "'/nowhere' if modifiers.migu.threshold == 0.95 else None"},
         },
         "search": {"name": "grid", "seed": IN_ORDER},
@@ -194,8 +195,8 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     train = {"epochs": 100, "log_every_s": 0.1}
     tree = {
         "name": "mine",
-        "base": lab.tree("bert", "lora", train=train, checkpoint={"every_steps": None}),
-        "space": {"seed": {"grid": [1, 2, 3]}, "train.max_steps": {"expr": "4 if seed == 3 else 400"}},
+        "base": lab.tree("bert", "lora", train=train, checkpoint={"every_steps": None}, modifiers=["pause"]),
+        "space": {"seed": {"grid": [1, 2, 3]}, "train.max_steps": {"expr": "4 if seed == 3 else 60"}},
         "search": {"name": "grid"},
         "concurrency": 2,
     }

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "site", "ray_cluster"), pytest.m
 
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = OWN_CLUSTER = True
-STEPS = (300, 600)
+STEPS = (80, 160)
 """Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
 
 
@@ -59,7 +59,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the config of a small run on two workers."""
     train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.3}
-    tree = lab.tree("bert", "lora", train=train, checkpoint={"every_steps": 40}, launch={"workers": 2})
+    tree = lab.tree(
+        "bert", "lora", train=train, checkpoint={"every_steps": 20}, launch={"workers": 2}, modifiers=["pause"]
+    )
     file = tmp_path_factory.mktemp("small") / "small.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
@@ -85,7 +87,7 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
     end = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < end, f"it did not happen in {seconds:g} s"
-        time.sleep(0.2)
+        time.sleep(0.4)
 
 
 def in_second_task(storage: Storage, attempt: int) -> int:
@@ -245,7 +247,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     """On one worker: as it is learned in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
     launched = ["launch.workers=1", "launch.cpus_per_worker=1"]
-    overrides = [*launched, 'train.epochs_by_task={"colour":100,"animal":2}']
+    overrides = [*launched, 'train.epochs_by_task={"colour":20,"animal":2}']
     old = own_driver(str(small), *overrides, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
     late_writer = with_checkpoint(storage).attempts[-1]["pid"]

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = True
-LONG = 'train.epochs_by_task={"colour":8,"animal":150}'
+LONG = ["modifiers=[pause]", 'train.epochs_by_task={"colour":8,"animal":25}']
 ROWS = [("the sky is blue", "cold"), ("the sea is blue", "cold"), ("the sun is red", "warm"), ("red fire", "warm")] * 3
 
 
@@ -80,7 +80,7 @@ def test_runs_share_processes_and_leave_nothing_in_them(
     """
     runs = {
         "first": ["method=lora"],
-        "killed": ["method=lora", LONG],
+        "killed": ["method=lora", *LONG],
         "other": ["method=finetune", "backbone.dtype=bfloat16"],
         "again": ["method=lora"],
         "pair": ["launch.workers=2"],
@@ -137,7 +137,7 @@ def test_signals_write_checkpoints_and_the_same_command_continues(
     lab: Lab, tmp_path: Path, compare: Callable[[Path], subprocess.Popen[str]]
 ) -> None:
     """As many runs at a time as the cluster holds: two. The third has not begun when SIGTERM and then Ctrl-C come."""
-    file = written(lab, tmp_path, {"a": [LONG], "b": [LONG, "method.r=2"], "c": []})
+    file = written(lab, tmp_path, {"a": LONG, "b": [*LONG, "method.r=2"], "c": []})
     for attempt, (number, status) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], 1):
         process = compare(file)
         until(partial(both_learn, file, attempt, process))
