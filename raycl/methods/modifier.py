@@ -15,6 +15,7 @@ from torch import Tensor
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.base import Method, under
 from raycl.methods.capabilities import OutputProbe
+from raycl.methods.context import TaskContext
 from raycl.types import Batch, Phase
 
 Reduce = Callable[[Tensor], Tensor]
@@ -39,6 +40,8 @@ class GradientModifier:
     Class attributes:
         Config: its settings class.
         output_probe: finds the outputs whose rows it would update, in any model; None: it does not choose rows by them.
+        computes_gradients: it reads gradients before a task's first step (`observe_gradients`), which engines that
+            shard parameters cannot give.
 
     Attributes:
         examples: number of training examples of a task that it observes before the task's first step.
@@ -50,6 +53,7 @@ class GradientModifier:
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
     output_probe: ClassVar[type[OutputProbe] | None] = None
+    computes_gradients: ClassVar[bool] = False
     examples: int = 0
     parameter_names: Collection[str] = ()
     names: Collection[str] = ()
@@ -75,6 +79,13 @@ class GradientModifier:
 
         Args:
             run_examples: runs that many examples through the model once.
+        """
+
+    def observe_gradients(self, context: TaskContext) -> None:
+        """Called after `begin_task` of a new task if `computes_gradients` is set, to read `context.gradients` or
+        `row_gradients`.
+
+        Collective.
         """
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
@@ -150,6 +161,12 @@ class Modifiers:
         for member in self.members.values():
             if member.examples:
                 member.observe_rows(partial(run_examples, member.examples), reduce)
+
+    def observe_gradients(self, context: TaskContext) -> None:
+        """Forward to each modifier that has `computes_gradients` set. Collective."""
+        for member in self.members.values():
+            if member.computes_gradients:
+                member.observe_gradients(context)
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
         """Forward to each modifier."""

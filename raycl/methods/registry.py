@@ -68,6 +68,7 @@ DEFAULT_METHOD = "lora"
 
 MODIFIERS: dict[str, str] = {
     "migu": "raycl.methods.migu.migu:Migu",
+    "fggm": "raycl.methods.masks.fggm:Fggm",
 }
 """Gradient modifier name -> class; a run takes any number of them with its one method."""
 

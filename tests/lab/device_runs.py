@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "bert-migu-clusters": Case(
         "bert", "lora", {"modifiers": [{**MIGU["modifiers"][0], "clusters": 4, "cluster_by": "co_magnitude"}]}
     ),
+    "llama-fggm": Case("llama", "lora", {"modifiers": ["fggm"]}),
     "t5-sapt-prompt": Case("t5", VARIANTS["sapt-prompt"], served=True),
     "t5-epi": Case("t5", "epi", served=True),
     "t5-olora": Case("t5", "olora", served=True),

@@ -85,6 +85,7 @@ class TaskTrainer:
         if resume is None:  # modifiers observe rows before anything is trained
             observe = partial(modifiers.observe_forward, backbone)
             modifiers.observe_rows(partial(data.compute_each, loader, observe), self.world.sum)
+            modifiers.observe_gradients(data)
         by_phase = [order_of(context, other).steps for other in context.phases]
         self._check_disk(phase, by_phase, resume)
         trained = sum(parameter.numel() for parameter in backbone.parameters() if parameter.requires_grad)

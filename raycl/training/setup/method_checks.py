@@ -13,7 +13,7 @@ from raycl.data.prompts import Prompt
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
-from raycl.methods.registry import METHODS, method_class, method_config
+from raycl.methods.registry import METHODS, method_class, method_config, modifier_class
 from raycl.routing.statistics import KEPT
 from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.optimizers.registry import optimizer_class, optimizer_names
@@ -45,6 +45,12 @@ def check_engine(config: RunConfig) -> None:
         what = "gradients of its own" if method.computes_gradients else "outputs with earlier parameters"
         raise ConfigError(
             f"method '{config.method.name}' computes {what}, which {engine.sharding} does not support: use "
+            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+        )
+    reading = [name for name in config.modifiers if modifier_class(name).computes_gradients]
+    if engine.sharding and reading:
+        raise ConfigError(
+            f"modifiers.{reading[0]} computes gradients of its own, which {engine.sharding} does not support: use "
             "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if engine.sharding and config.method.innermost.reads_weights:

@@ -37,8 +37,8 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
             "unknown config key 'method.learner.dropout': did you mean 'method.learner.lora_dropout'?",
         ),
         (
-            ["method=replay", "method.learner=replay"],
-            f"config key 'method.learner' names 'replay': expected one of {len(LEARNERS)}, of which moelora, epi, ",
+            ["method=replay", "method.learner=agem"],
+            f"config key 'method.learner' names 'agem': expected one of {len(LEARNERS)}, of which ",
         ),
         (
             ["engine=deepsped"],
