@@ -16,14 +16,21 @@ from pathlib import Path
 import pytest
 from tiny import Lab, exported, matrix, run, trace
 
+from raycl import config as configs
+from raycl.errors import ConfigError
 from raycl.launch import driver
 from raycl.launch.prepared_run import prepare
+from raycl.operations.sweep.comparison import ComparisonConfig, run_comparison
+from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
+from raycl.operations.sweep.drive import concurrency, make_plan, run_sweep
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.setup.run_config import RunConfig
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
+DASHBOARD = True
 NAMES = ("colour", "animal", "again")
 
 
@@ -79,3 +86,38 @@ def test_groups_of_two_workers_learn_at_the_same_time(lab: Lab, tmp_path: Path) 
     assert_equal(whole, split)
     folders = [split.sub(f"tasks/{index:03d}-{name}") for index, name in enumerate(NAMES)]
     assert [read_state(folder).attempts[0]["workers"] for folder in folders] == [2, 2, 2]
+
+
+def test_sweeps_and_comparisons_have_runs_whose_tasks_are_learned_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
+    """One trial, and one run, at a time: each takes both CPUs of the cluster."""
+    base = configs.as_tree(three(lab, tmp_path / "whole", 1, 2))
+    del base["seed"], base["output"]
+    for key in ("workers", "cpus_per_worker"):
+        del base["launch"][key]
+    tree = {"name": "swept", "base": base, "space": {"seed": {"grid": [1, 2]}}}
+    sweep = configs.validate(SweepConfig, {**tree, "resources": {"cpus_per_worker": 1}})
+    assert not sweep.in_process and concurrency(sweep) == 1
+    outcome = run_sweep(sweep, str(tmp_path))
+    compared = {"name": "compared", "base": {**base, "launch": {"cpus_per_worker": 1, "parallel_tasks": 2}}}
+    comparison = configs.validate(ComparisonConfig, {**compared, "runs": {"epi": {}}, "seeds": [1, 2]})
+    results = run_comparison(comparison, str(tmp_path))
+    assert len(outcome.rows) == 2 and list(results.results) == ["epi-s1", "epi-s2"]
+    folder = SweepFolder.of(sweep, str(tmp_path))
+    for seed in (1, 2):
+        alone = Storage.at(tmp_path / f"alone{seed}")
+        run(three(lab, tmp_path / "whole", 1, 1).model_copy(update={"seed": seed}), alone)
+        trial = next(folder.run(number) for number, given in folder.settings().items() if given["seed"] == seed)
+        compared_run = Storage.at(tmp_path / "compared" / f"epi-s{seed}")
+        assert trace(trial) == trace(compared_run) == trace(alone)
+        assert matrix(trial) == matrix(compared_run) == matrix(alone)
+        assert [len(attempts) for attempts in pids(trial)] == [2, 2, 2], "each task is learned once, and scored once"
+
+
+def test_a_scheduler_that_stops_trials_after_a_task_is_refused(lab: Lab, tmp_path: Path) -> None:
+    base = {**configs.as_tree(three(lab, tmp_path / "whole", 1, 2)), "output": {}}
+    tree = {"name": "swept", "base": base, "space": {"seed": {"grid": [1, 2]}}, "scheduler": "asha"}
+    sweep = configs.validate(SweepConfig, tree)
+    with pytest.raises(
+        ConfigError, match=r"^scheduler 'asha' stops trials after a task, and with base.launch.parallel_t"
+    ):
+        make_plan(sweep, SweepFolder.of(sweep, str(tmp_path)))

@@ -135,6 +135,12 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
         )
     for config in kinds.values():
         checks.check(config)
+    if sweep.parallel_tasks > 1 and sweep.scheduler.name != "none":
+        raise ConfigError(
+            f"scheduler '{sweep.scheduler.name}' stops trials after a task, and with base.launch.parallel_tasks="
+            f"{sweep.parallel_tasks} all tasks of a trial are learned before its first row is known: use "
+            "scheduler=none, or parallel_tasks=1"
+        )
     if any(config.launch.mode == "local" for config, _ in configs_with_settings):
         raise ConfigError(
             "a sweep runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or "
@@ -263,11 +269,13 @@ def concurrency(sweep: SweepConfig) -> int:
     gpus = wanted.gpus_per_worker
     if gpus is None:
         gpus = float(sum(node.gpus for node in nodes) >= wanted.workers)
-    held = clusters.held(nodes, Resources(wanted.cpus_per_worker, gpus)) // wanted.workers
+    workers = wanted.workers * sweep.parallel_tasks
+    held = clusters.held(nodes, Resources(wanted.cpus_per_worker, gpus)) // workers
     if not held:
         raise LaunchError(
-            f"a trial needs {wanted.workers} x {wanted.cpus_per_worker:g} CPUs and {gpus:g} GPUs, but the cluster's "
-            f"nodes have {clusters.described(nodes)}: lower resources.workers, cpus_per_worker or gpus_per_worker"
+            f"a trial needs {workers} x {wanted.cpus_per_worker:g} CPUs and {gpus:g} GPUs, but the cluster's "
+            f"nodes have {clusters.described(nodes)}: lower resources.workers, cpus_per_worker or gpus_per_worker, or "
+            "base.launch.parallel_tasks"
         )
     return held if sweep.concurrency is None else min(sweep.concurrency, held)
 

@@ -139,11 +139,17 @@ class SweepConfig(Section):
     def in_process(self) -> bool:
         """Return whether a trial's one worker works in the process that Tune has for the trial, and for the next one.
 
-        Not under DeepSpeed, whose process group ends with the run and is not made again.
+        Not under DeepSpeed, whose process group ends with the run and is not made again, and not where several tasks of
+        a trial are learned at the same time.
         """
         base = self.tree({})
         other = "deepspeed" in str(base.get("engine")) or any(path.split(".")[0] == "engine" for path in self.space)
-        return self.resources.workers == 1 and not (self.resources.isolated or other)
+        return self.resources.workers * self.parallel_tasks == 1 and not (self.resources.isolated or other)
+
+    @property
+    def parallel_tasks(self) -> int:
+        """The tasks of a trial that are learned at the same time."""
+        return int(self.tree({})["launch"].get("parallel_tasks", 1))
 
     @property
     def plans(self) -> bool:

@@ -43,6 +43,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["eval"] |= {"instruction": "given", "unknown": "nearest"}  # each text comes with its task: no router chooses
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
+    tree["launch"]["parallel_tasks"] = 1
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out
         tree["stream"]["tasks"] = sorted(tree["stream"]["tasks"], key=json.dumps)
     return tree
