@@ -6,14 +6,13 @@ evaluated again.
 
 import logging
 import time
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from raycl.scoring.scored_task import line_of
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, score_phase, tasks_with_data
+from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, bare_rows, score_phase, tasks_with_data
 from raycl.training.phase.task_end import join_task
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
@@ -96,13 +95,11 @@ class StreamLoop:
         self._bare = {kind: bare_cells(self.state, kind) for kind in BARE}
         if len(self.state.phases) == len(context.phases):
             return
-        before = partial(self._pause, "evaluating", context.phases[len(self.state.phases)])
-        evaluation = StreamEvaluation(context, self.world, self.storage, before=before)
-        ways = {"untrained": (context.evaluation.untrained, evaluation.untrained)}
-        ways["in_context"] = bool(context.evaluation.shots), evaluation.in_context
-        for kind, (wanted, score) in ways.items():
-            if wanted:
-                self._bare[kind] |= {name: asdict(cell) for name, cell in score(self._bare[kind]).items()}
+        phase = context.phases[len(self.state.phases)]
+        elsewhere = TaskRecords.of(self.storage, phase, self.world).scored or {}
+        known = {kind: cells | elsewhere.get(kind, {}) for kind, cells in self._bare.items()}
+        before = partial(self._pause, "evaluating", phase)
+        self._bare = bare_rows(StreamEvaluation(context, self.world, self.storage, before=before), known)
 
     def _pause(self, activity: str, phase: Phase, task: str) -> None:
         self.control.pause(activity, phase=phase.index, phases=len(self.context.phases), task=task)

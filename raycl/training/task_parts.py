@@ -14,12 +14,13 @@ from raycl.methods.base import phase_labels
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.evaluation import score_phase
+from raycl.training.phase.evaluation import StreamEvaluation, bare_rows, score_phase
 from raycl.training.phase.task_end import join_task
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.records.recorder import Listeners, Recorder
+from raycl.training.records.results import BARE, bare_cells
 from raycl.training.records.resume import load_checkpoint, newest_resume_point
 from raycl.training.records.task_records import TaskRecords
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
@@ -97,7 +98,8 @@ def score_row(
     """Score a phase's row of the matrix with the model that the run has after joining its task; it is kept in the
     folder of the task. Collective.
 
-    What reads the phase's published snapshot is left to the run: the row without instructions of the last phase.
+    The backbone before any training is scored beside the run's next row. What reads the phase's published snapshot is
+    left to the run: the row without instructions of the last phase.
 
     Args:
         run: the folder of the run. storage: the folder of the task. journal: its journal, on the first worker.
@@ -120,14 +122,18 @@ def score_row(
     def before(task: str) -> None:
         control.pause("evaluating", phase=phase.index, phases=len(context.phases), task=task, learned=True)
 
+    bare: dict[str, dict[str, Any]] = {}
     try:
         scored = score_phase(context, phase, world, run, before, done)
+        if phase.index == len(state.phases):
+            known = {kind: bare_cells(state, kind) for kind in BARE}
+            bare = bare_rows(StreamEvaluation(context, world, run, before=before), known)
     except StopRequested:
         return
     times = {"phase": phase.name, "eval_s": scored.eval_s, **memory_used(world)}
     if journal is not None:
         kept = {"row": scored.row, "summary": scored.summary, "unseen": scored.unseen}
-        journal.phase_done({**_record(phase, times), **kept})
+        journal.phase_done({**_record(phase, times), **kept, **bare})
 
 
 def _record(phase: Phase, times: dict[str, Any]) -> dict[str, Any]:

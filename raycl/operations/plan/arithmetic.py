@@ -14,6 +14,7 @@ pass.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heapreplace
 
 from raycl.errors import ConfigError
 
@@ -254,12 +255,23 @@ class RunLoad:
         optimizer_bytes: mean bytes that the optimizer keeps for a trained parameter.
         disk: name -> bytes (`raycl.training.phase.disk_space`).
         extra: passes in addition to those of the steps, as a share of these (`MethodConfig.extra_passes`).
+        parallel_tasks: phases that are trained at the same time, each by as many workers as the plan has.
     """
 
     steps: tuple[int, ...]
     optimizer_bytes: float
     disk: Mapping[str, int] = field(default_factory=dict)
     extra: float = 0.0
+    parallel_tasks: int = 1
+
+    @property
+    def steps_in_turn(self) -> int:
+        """The steps that are taken one after another: those of the worker group with the most, where each group that
+        is free trains the next phase."""
+        groups = [0] * self.parallel_tasks
+        for steps in self.steps:
+            heapreplace(groups, groups[0] + steps)
+        return max(groups)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -476,4 +488,4 @@ def seconds(
     overlaps = engine.weights > 1  # gathering of the next layer's weights; sums at the end of a step do not
     whole = max(compute, network) if overlaps else compute + network
     loading = model.parameters * model.compute_bytes / cluster.disk
-    return Seconds(compute, network, whole, loading, whole * sum(run.steps) * (1 + run.extra))
+    return Seconds(compute, network, whole, loading, whole * run.steps_in_turn * (1 + run.extra))

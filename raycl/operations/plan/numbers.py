@@ -37,7 +37,7 @@ from raycl.training.phase.data import order_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers
 from raycl.training.setup.lengths import with_lengths
-from raycl.training.setup.method_checks import check_engine, check_quantized
+from raycl.training.setup.method_checks import check_engine, check_parallel, check_quantized
 from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.types import Task
 
@@ -99,6 +99,7 @@ def opened(config: RunConfig) -> Opened:
     evaluation = config.eval if has_rows else config.eval.model_copy(update={"save_predictions": False})
     settings = _with_encoder_at_hand(config.method, notes)
     method = method_class(config.method.name)(settings, backbone, config.seed)
+    check_parallel(config, method)
     check_quantized(config, method)
     context = TrainingContext(
         info=info_of(config),
@@ -429,4 +430,4 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         "growth": growth(written).both,
     }
     extra = opened.config.method.extra_passes(context.train.epochs_of(""))
-    return RunLoad(opened.steps, most.state / most.count, disk, extra)
+    return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)

@@ -108,7 +108,8 @@ def tree(report: Report) -> dict[str, Any]:
     tree = {WITH_UNITS.get(name, name): value for name, value in asdict(report).items()}
     del tree["model"]["linears"]
     run = tree.pop("run")
-    return {**tree, "steps": list(run["steps"]), "extra_passes": run["extra"], "disk_bytes": run["disk"]}
+    passes = {"extra_passes": run["extra"], "parallel_tasks": run["parallel_tasks"]}
+    return {**tree, "steps": list(run["steps"]), **passes, "disk_bytes": run["disk"]}
 
 
 def text(report: Report) -> str:
@@ -147,6 +148,10 @@ def _lines(report: Report) -> Iterator[str]:
     extra = f", {report.run.extra:.0%} more with the method's extra passes" if report.run.extra else ""
     spent = f"{sum(report.run.steps)}, {_duration(times.training)}{extra}"
     yield _row("steps", spent if report.run.steps else "not known")
+    if (groups := report.run.parallel_tasks) > 1:
+        gpus = f"{groups} tasks, each on {cluster.gpus} GPU(s), {groups * cluster.gpus} in all"
+        turn = f"; {report.run.steps_in_turn} steps one after another" if report.run.steps else ""
+        yield _row("at the same time", gpus + turn)
     yield _row("loading", f"{times.loading:.3g} s at {_size(cluster.disk)}/s")
     yield ""
     yield "disk"

@@ -6,7 +6,7 @@ Every task's examples are spread over the workers.
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -277,6 +277,18 @@ class StreamEvaluation:
                 mixture = self.context.method.route(batch)
         self.observations.add(batch.tasks, mixture)
         return mixture
+
+
+def bare_rows(evaluation: StreamEvaluation, known: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return cells of the backbone before any training, of the kinds that are configured (`eval.untrained`,
+    `eval.shots`). Collective.
+
+    Args:
+        known: kind -> cells that were measured before.
+    """
+    settings = evaluation.context.evaluation
+    ways = {UNTRAINED: (settings.untrained, evaluation.untrained), IN_CONTEXT: (settings.shots, evaluation.in_context)}
+    return {kind: cells | (_cells(ways[kind][1](cells)) if ways[kind][0] else {}) for kind, cells in known.items()}
 
 
 def dev_score(context: TrainingContext, task: Task, world: DistributedContext) -> float:

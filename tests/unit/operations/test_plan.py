@@ -30,7 +30,7 @@ from raycl.operations.plan.arithmetic import (
     host_memory,
 )
 from raycl.operations.plan.numbers import longest_of, numbers, opened
-from raycl.operations.plan.report import plan
+from raycl.operations.plan.report import plan, text
 from raycl.operations.plan.tables import row
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
@@ -185,6 +185,19 @@ def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any
     result = plan(lab.config("bert", method, train={"epochs": 2}), Cluster(GPUS["a100-80"]))
     assert result.run.extra == extra
     assert result.seconds.training == pytest.approx(result.seconds.step * sum(result.run.steps) * (1 + extra))
+
+
+def test_tasks_at_the_same_time_take_the_time_of_the_group_with_the_most_steps(lab: Lab) -> None:
+    train = {"epochs": 1, "epochs_by_task": {"colour": 3}}
+    launch = {"parallel_tasks": 2}
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "again"}]
+    config = lab.config("bert", "epi", train=train, launch=launch, stream={"tasks": tasks})
+    result = plan(config, Cluster(GPUS["a100-80"], 2))
+    assert result.run.steps == (12, 4, 4) and result.run.steps_in_turn == 12
+    assert result.seconds.training == pytest.approx(result.seconds.step * 12 * 1.5)
+    assert "2 tasks, each on 2 GPU(s), 4 in all; 12 steps one after another" in text(result)
+    with pytest.raises(ConfigError, match="with method 'sapt' and these settings a task depends on the tasks before"):
+        plan(lab.config("bert", "sapt", launch=launch), Cluster(GPUS["a100-80"]))
 
 
 def test_quantized_weights_have_the_real_size(lab: Lab) -> None:
