@@ -2,7 +2,8 @@
 
 import { Card, milliseconds } from "./card.js";
 import { drawExamples } from "./examples.js";
-import { attempt, show, wantKey, waitsForKey } from "./key.js";
+import { attempt, show, wantKey } from "./key.js";
+import { keepFresh } from "./poll.js";
 import { Switch } from "./switch.js";
 import { Refused, address, events, hasKey, json } from "./wire.js";
 
@@ -12,7 +13,6 @@ const RECENT = "raycl.recent";
 const REMEMBERED = 5;
 
 const $ = (id) => document.getElementById(id);
-let polling = 0;
 const known = { active: 0, kind: "", tasks: [], adapters: [], snapshots: [] };
 const ANSWERS = { encoder: "v1/classify" };
 const answersPath = () => ANSWERS[known.kind] ?? "v1/chat/completions";
@@ -100,16 +100,6 @@ function fill(select, first, second = []) {
     select.append(group);
   }
   if ([...select.options].some((option) => option.value === before)) select.value = before;
-}
-
-/** No request is sent while the page is hidden, or while it waits for a key. */
-async function poll() {
-  try {
-    if (!document.hidden && !waitsForKey()) await attempt(refresh);
-  } finally {
-    clearTimeout(polling);
-    polling = setTimeout(poll, POLL_MS);
-  }
 }
 
 // ---- the mixture, requested while typing -------------------------------------------------------------------------
@@ -332,7 +322,6 @@ document.addEventListener("keydown", (event) => {
   }
   if (event.key === "Escape") stop();
 });
-document.addEventListener("visibilitychange", poll);
 for (const id of ["mix", "pin", "task"]) $(id).addEventListener("change", () => route.now());
 pinned.addEventListener("change", () => {
   cards.pinned.stale(true);
@@ -341,4 +330,4 @@ pinned.addEventListener("change", () => {
 $("settings").addEventListener("invalid", () => ($("settings").open = true), true);
 
 drawRecent(recent());
-poll();
+keepFresh(refresh, POLL_MS);

@@ -1,8 +1,9 @@
 // A conversation with the endpoint: each turn is answered by raycl, and beside it by the bare model with its own history.
 
 import { drawBars, milliseconds } from "./card.js";
-import { attempt, show, wantKey, waitsForKey } from "./key.js";
+import { show, wantKey } from "./key.js";
 import { markdown } from "./markdown.js";
+import { keepFresh } from "./poll.js";
 import { Refused, events, json } from "./wire.js";
 
 const POLL_MS = 3000;
@@ -13,7 +14,6 @@ const $ = (id) => document.getElementById(id);
 /** @type {{said: string, replies: Record<string, Reply>, root: HTMLElement}[]} */
 let turns = [];
 let current = null;
-let polling = 0;
 
 async function refresh() {
   const served = await json("v1/snapshots");
@@ -21,15 +21,6 @@ async function refresh() {
   $("snapshot").textContent = `snapshot ${served.active}`;
   const count = served.tasks.length;
   $("summary").textContent = `· ${count} ${count === 1 ? "task" : "tasks"}`;
-}
-
-async function poll() {
-  try {
-    if (!document.hidden && !waitsForKey()) await attempt(refresh);
-  } finally {
-    clearTimeout(polling);
-    polling = setTimeout(poll, POLL_MS);
-  }
 }
 
 // ---- one answer --------------------------------------------------------------------------------------------------
@@ -60,7 +51,7 @@ class Reply {
   }
 }
 
-/** What a model has been told and said before a turn, with the system text. */
+/** The messages of a conversation with a model up to a turn, with the system text. */
 function messages(model, number) {
   const system = $("system").value.trim();
   const opening = system ? [{ role: "system", content: system }] : [];
@@ -177,5 +168,4 @@ $("text").addEventListener("keydown", (event) => {
     $("ask").requestSubmit();
   }
 });
-document.addEventListener("visibilitychange", poll);
-poll();
+keepFresh(refresh, POLL_MS);

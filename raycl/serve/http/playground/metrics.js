@@ -1,8 +1,9 @@
 // The page of metrics: intervals that replicas count, summed and drawn.
 
 import { milliseconds } from "./card.js";
-import { attempt, show, waitsForKey } from "./key.js";
+import { show } from "./key.js";
 import { MOST_LINES, plot } from "./plot.js";
+import { keepFresh } from "./poll.js";
 import { json } from "./wire.js";
 
 const POLL_MS = 5000;
@@ -11,7 +12,6 @@ const LOST_S = 60;
 
 const $ = (id) => document.getElementById(id);
 const replicas = new Map();
-let polling = 0;
 
 /** Behind a proxy each request may reach another replica: what each said last is kept, and summed. */
 async function refresh() {
@@ -105,18 +105,7 @@ function drawTotals(totals) {
   }));
 }
 
-/** No request is sent while the page is hidden, or while it waits for a key. */
-async function poll() {
-  try {
-    if (!document.hidden && !waitsForKey()) await attempt(refresh);
-  } finally {
-    clearTimeout(polling);
-    polling = setTimeout(poll, POLL_MS);
-  }
-}
-
 const redraw = () => replicas.size && draw([...replicas.values()].at(-1));
 $("span").addEventListener("change", redraw);
-document.addEventListener("visibilitychange", poll);
 new ResizeObserver(redraw).observe($("charts"));
-poll();
+keepFresh(refresh, POLL_MS);
