@@ -1,4 +1,4 @@
-"""What MkDocs generates and includes: the reference of settings and commands, notebooks, and pages that lie elsewhere.
+"""Hooks of MkDocs: generated pages for settings and commands, notebooks, and pages that lie elsewhere.
 
 A line `::: cluster/README.md` in a page becomes that file; one that does not exist fails the build. Excerpts of the
 source stand in the pages themselves (`docs/excerpts.py`).
@@ -242,7 +242,7 @@ def files_page() -> str:
 
 
 def methods_page() -> str:
-    """What each method keeps, needs and trains, from its class."""
+    """Return the page of what each method keeps, needs and trains, read from its class."""
     first, *others = COUNTED_ON
     text = (
         "What each method keeps, needs and trains, read from the classes by `raycl train --methods`. The columns are "

@@ -262,7 +262,7 @@ class Mixture:
 
     @property
     def bare(self) -> list[bool]:
-        """Which texts are of no learned task and therefore have no adapters."""
+        """The flags of the texts that are of no learned task and therefore have no adapters."""
         if self.unknown is None:
             return [False] * len(self.weights)
         places: list[bool] = (self.unknown & (self.weights == 0).all(1).cpu()).tolist()

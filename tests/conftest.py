@@ -1,4 +1,4 @@
-"""What every test needs: few threads, no network, caches in temporary folders, and a small Ray cluster.
+"""The setting of every test: few threads, no network, caches in temporary folders, and a small Ray cluster.
 
 The environment is set while pytest imports this file, that is before any test imports torch.
 """
@@ -51,7 +51,7 @@ LONGEST = ("test_train_on_ray", "test_several_rays", "test_sweep", "test_warm_wo
 """Files of tests/ray that take half a minute or more of processor time, the longest first."""
 
 pytest_plugins = ["complete_runs", "chromium"]
-"""Of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
+"""Modules of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,7 +86,7 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """What is alive when a file begins, the libraries above all, is no garbage: collecting need not look through it."""
+    """Exempt what is alive when a file begins, the libraries above all, from garbage collection."""
     gc.collect()
     gc.freeze()
 

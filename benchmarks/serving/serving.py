@@ -47,7 +47,7 @@ from raycl.types import Mixture
 
 log = logging.getLogger(__name__)
 PAUSE_S = 0.012
-"""Between two texts of one client so much time passes at least."""
+"""The least time between two texts of one client."""
 
 UNLIKE = 20_000
 """Number of texts: none is sent twice."""

@@ -170,7 +170,7 @@ class Taken:
 
 
 class WatchedEngine:
-    """An engine that tells when its steps end and forward passes begin."""
+    """An engine that reports when its steps end and forward passes begin."""
 
     def __init__(self, engine: Engine, taken: Taken) -> None:
         self.engine, self.taken = engine, taken
@@ -199,7 +199,7 @@ class WatchedEngine:
 
 
 class UntilEvaluation(Control):
-    """A run's control that tells when evaluation begins."""
+    """A run's control that reports when evaluation begins."""
 
     def __init__(self, storage: Storage, world: DistributedContext, taken: Taken) -> None:
         super().__init__(storage, world)

@@ -27,7 +27,7 @@ REMEDY = ", or activate a snapshot again"
 
 
 class Reason(TypedDict):
-    """Why and when something was decided, for people; with `rejected`, the snapshot that was not activated."""
+    """The reason and time of a decision, for people; with `rejected`, the snapshot that was not activated."""
 
     why: str
     time: FiniteFloat

@@ -26,7 +26,7 @@ class Command:
     """A command: its module and one line about it.
 
     Attributes:
-        sorts: words may stand among options, and the module has `sort_words(parser, options)`, which tells what they
+        sorts: words may stand among options, and the module has `sort_words(parser, options)`, which says what they
             are, and refuses what does not fit.
     """
 

@@ -260,7 +260,7 @@ def shortage(requested: Mapping[str, float], lower: str) -> str:
 
 
 def _other_jobs() -> Iterator[str]:
-    """Yield the commands that have a Ray job on this cluster, where its dashboard tells them."""
+    """Yield the commands that have a Ray job on this cluster, where its dashboard names them."""
     runtime = ray.get_runtime_context()
     try:
         jobs = list_jobs(runtime.gcs_address, filters=[("status", "=", "RUNNING")], timeout=ASK_S)

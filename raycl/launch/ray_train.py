@@ -47,8 +47,9 @@ HELPERS = frozenset({"DatasetsCallback"})
 Train again, one to two seconds of a CPU for every worker group."""
 
 HELPERS_HERE = HELPERS | {"PlacementGroupCleanerCallback"}
-"""Also dropped on a Ray of this process alone, which ends with it: nothing is left to clean up. Where several commands
-run on a machine, the cleaner asks another command's Ray whether the run lives, and removes its workers."""
+"""Helpers that are also dropped on a Ray of this process alone, which ends with it: nothing is left to clean up. Where
+several commands run on a machine, the cleaner asks another command's Ray whether the run lives, and removes its
+workers."""
 
 LOWER = "launch.workers, launch.cpus_per_worker or launch.gpus_per_worker"
 """Settings that ask for resources."""

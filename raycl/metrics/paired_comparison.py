@@ -50,7 +50,7 @@ class RowScores:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """What one run scored on one task.
+    """The score of one run on one task.
 
     Attributes:
         value: the score. rows: scores of the test rows, whose mean it is; None: they are not known.

@@ -1,4 +1,4 @@
-"""Why a request gets no answer, and what each error becomes on the wire: status, type and code, as OpenAI's.
+"""The errors of requests without an answer, and what each becomes on the wire: status, type and code, as OpenAI's.
 
 RayclError                    anything else that raycl cannot do now: the bank is out of reach, the server stops
 ├── InvalidRequestError       the request itself is at fault

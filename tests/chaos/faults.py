@@ -1,4 +1,4 @@
-"""What the chaos test breaks, and how: processes, nodes, the store, files. Everything that it ends it has started."""
+"""Faults of the chaos test in processes, nodes, the store and files. It ends only what it has started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raycl.training.records.journal import RunState, read_state
 REPO = Path(__file__).resolve().parents[2]
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 PAUSE_S, ANSWER_S, TRIES = 0.25, 20.0, 5
-"""Between two questions; for an answer; and how often a question is asked before it counts as lost."""
+"""The pause between two questions, the time for an answer, and the tries before a question counts as lost."""
 FLOOD_EVERY_S, FLOOD_CLIENTS = 5.0, 8
 
 
@@ -78,7 +78,7 @@ class Store:
         self._server.start()
 
     def stop(self) -> None:
-        """For good."""
+        """Stop the server for good."""
         self._server.stop()
 
 
@@ -96,7 +96,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """For drivers."""
+        """The address of the cluster, for drivers."""
         return str(self.cluster.address)
 
     def add(self) -> None:
@@ -138,7 +138,7 @@ class Asking:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Ask until `stop` is called."""
         number = 0
         while not self._over.wait(PAUSE_S):
             number += 1
@@ -169,7 +169,7 @@ class Asking:
             return 0, None
 
     def stop(self) -> None:
-        """After the present question."""
+        """Stop after the present question."""
         self._over.set()
 
 
@@ -187,7 +187,7 @@ class Flood:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Send clients until `stop` is called."""
         while not self._over.wait(FLOOD_EVERY_S):
             clients = [threading.Thread(target=self._send, daemon=True) for _ in range(FLOOD_CLIENTS)]
             for client in clients:
@@ -209,7 +209,7 @@ class Flood:
         self.statuses[int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0] += 1
 
     def stop(self) -> None:
-        """After the present clients."""
+        """Stop after the present clients."""
         self._over.set()
 
 
@@ -228,7 +228,7 @@ class Driver:
         self._starts = 0
 
     def start(self, *arguments: str) -> None:
-        """With these words behind the job's name."""
+        """Start the driver with these words behind the job's name."""
         self._starts += 1
         said = (self._folder / f"driver{self._starts}.log").open("wb")
         environment = {**os.environ, "RAY_ADDRESS": self._address}
@@ -262,7 +262,7 @@ class Driver:
         return (self._folder / f"driver{self._starts}.log").read_text(errors="replace").strip()
 
     def stop(self) -> None:
-        """If it still runs."""
+        """Kill the driver if it still runs."""
         if self.running:
             with suppress(ProcessLookupError):
                 assert self.process is not None

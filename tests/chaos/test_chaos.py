@@ -222,7 +222,7 @@ def _from_the_bank_alone(log: Log, store: Store, driver: Driver, config: Path) -
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    """Until these processes have ended."""
+    """Wait until these processes have ended."""
     ends = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < ends, "workers outlive their driver"

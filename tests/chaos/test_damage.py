@@ -1,4 +1,4 @@
-"""What a killed run and a killed prediction left is changed, cut, flipped and swapped.
+"""Tests that change, cut, flip and swap what a killed run and a killed prediction left.
 
 They end as if nothing had disturbed them, or say in one sentence why not. Part of `make chaos`: about two minutes.
 """
@@ -31,7 +31,7 @@ from raycl.training.records.journal import read_state
 
 ROWS, PART_ROWS = 1200, 30
 ANEW = ("is made anew", "are computed again", "is hashed again", "are hashed again")
-"""What log lines say of a cache."""
+"""The words of log lines about a cache."""
 
 WORKER = f"""
 import logging, sys, yaml

@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints that notice damage, adapters and models that other libraries load."""
+"""Tests of what a run leaves behind: checkpoints that notice damage, adapters and models that other libraries load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a backbone in four or eight bits: two tasks, a stop, the snapshot alone, exports, and what is refused."""
+"""Tests on a backbone in four or eight bits: two tasks, a stop, the snapshot alone, exports, and what is refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_is_served_and_exported(lab: Lab, wide: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("quantization", STORED)
 def test_a_text_alone_is_the_text_in_a_batch(wide: str, quantization: Any) -> None:
-    """In training mode as in evaluation: bitsandbytes has another way to compute there."""
+    """Training mode gives the logits of evaluation too, where bitsandbytes has another way to compute."""
     config = BackboneConfig(name=wide, dtype="float32", quantization=quantization)
     codec = load_codec(config, 24, 4)
     backbone = load_backbone(config, codec, CPU, 0)

@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
     "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
-"""Of words that the tiny tokenizer knows."""
+"""A chat template of words that the tiny tokenizer knows."""
 
 PROMPTS = ("superni", "long", "olora", "llama2_chat", "chat", "conversations")
 DEFINITIONS = {"colour": "red blue sky ?", "animal": "cat dog warm ?"}
@@ -142,7 +142,7 @@ def rows_of(storage: Storage, folder: str, task: str) -> tuple[list[str], list[s
 
 
 def folder_of(context: TrainingContext) -> str:
-    """Of the answers after the last phase."""
+    """Return the name of the folder of the answers after the last phase."""
     phase = context.phases[-1]
     return f"{phase.index:03d}-{phase.name}"
 

@@ -70,7 +70,7 @@ def test_a_run_stopped_in_the_second_task_continues_the_same(lab: Lab, tmp_path:
     ),
 )
 def test_all_engines_start_anew(lab: Lab, tmp_path: Path, method: str, engine: str) -> None:
-    """With the losses of plain torch, and as many trained parameters."""
+    """Runs on each engine have the losses of plain torch, and as many trained parameters."""
     plain = config_of(lab, "bert", method)
     other = plain.model_copy(update={"engine": lab.config("bert", "lora", ENGINES[engine]).engine})
     folders = Storage.at(tmp_path / "torch"), Storage.at(tmp_path / engine)

@@ -1,4 +1,4 @@
-"""Where an endpoint computes: what is asked for, what is there, and what is reserved for it agree."""
+"""Tests of where an endpoint computes: what is asked for, what is there, and what is reserved for it agree."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _loudest(weights: Mapping[str, float]) -> str:
 def test_rows_without_soft_prompts_are_unaffected_by_rows_with_them(
     taught: Taught, tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
-    """In a batch with soft prompts the others' first positions are masked, also when those have left."""
+    """In a batch with soft prompts, the others' first positions are masked, also when rows with prompts have left."""
     bank = bank_of(taught(kind, "prompts"), tmp_path)
     model = opened(bank, bank.open(2))
     prompted = {name: 1.0 for name in model.loaded.keys if name.startswith("colour")}
@@ -348,7 +348,7 @@ def test_a_stop_ends_the_text_before_it(taught: Taught, tmp_path: Path) -> None:
 def test_each_end_token_of_the_model_ends_the_text(
     taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is no part of it: many tuned models end a turn with another special token than a text."""
+    """An end token ends the text and is no part of it; many tuned models end a turn with another token than a text."""
     bank = bank_of(taught("llama", "separate"), tmp_path)
     with serving(bank) as client:
         words = client.ask("fire is", weights={}).text.split()

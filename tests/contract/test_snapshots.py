@@ -72,7 +72,7 @@ def test_evaluation_routes_by_the_router_that_is_published(
 
 @pytest.mark.parametrize(("kind", "method"), sampled(RUNS_BY_KIND))
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
-    """What is read from the bank is what was trained."""
+    """The state that is read from the bank is the state that was trained."""
     done = complete(kind, method, "torch")
     if newest(done)[1] is None:
         assert method in NOT_SERVED or done.context.method.trains_backbone, "only whole models leave no snapshot"

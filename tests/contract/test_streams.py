@@ -78,7 +78,7 @@ def done(case: tuple[str, str, str], complete: Complete) -> Done:
 
 
 def stop(*args: Any, **named: Any) -> None:
-    """In the place of any function: it is never reached alive."""
+    """Raise `Stop` in the place of any function."""
     raise Stop
 
 
@@ -253,7 +253,7 @@ def test_scores_of_tasks_not_yet_learned_when_asked_for(lab: Lab, tmp_path: Path
 
 
 class Curves:
-    """What a tracker is given."""
+    """A tracker that keeps all that it is given."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[tuple[int, float]]] = {}
@@ -274,7 +274,7 @@ class Curves:
 
 @pytest.mark.parametrize("method", ["lora", "joint"])
 def test_trackers_see_the_metrics_and_the_matrix(lab: Lab, tmp_path: Path, method: str) -> None:
-    """After each phase, over the tasks learned so far; at the end those of results.json."""
+    """They come after each phase, over the tasks learned so far; at the end they are those of results.json."""
     world, curves, storage = DistributedContext.alone(torch.device("cpu")), Curves(), Storage.at(tmp_path)
     context, open_engine = build(lab.config("bert", method), world)
     stream_loop.StreamLoop(context, open_engine, storage, world, Listeners([curves], draw=draw_matrix)).run()

@@ -69,13 +69,13 @@ CHOSEN = [
 
 OTHERS = [name for name in METHODS if name not in {case[1].removesuffix("-real") for case in CHOSEN}]
 ALL_CASES = [*CHOSEN, *(("bert" if fits("bert", name) else "t5", name, "torch", 1) for name in OTHERS)]
-"""With every other method of the table, so that a new one meets two workers without an entry here."""
+"""Cases with every other method of the table too, so that a new one meets two workers without an entry here."""
 
 NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))
 """Runs that cannot answer an unseen task."""
 
 AGAIN = ("bert", "finetune", "fsdp", None)
-"""Also left by two workers, and continued by two."""
+"""The case that two workers also leave, and two continue."""
 
 CASES = sampled(ALL_CASES, keep=[AGAIN], rarely=("zero3",))
 
@@ -95,7 +95,7 @@ def settings(method: str) -> Any:
 
 
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
-    """With MIGU for `<method>+migu`, and an unseen task wherever the method needs no task id."""
+    """Return sections of a config, with MIGU for `<method>+migu` and an unseen task if the method needs no task id."""
     result: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
     if method not in NEED_THE_TASK:
         result["stream"]["unseen"] = [lab.unseen]
@@ -207,7 +207,7 @@ def test_two_workers_resume_their_shares_bit_for_bit(together: Path) -> None:
 
 
 def test_two_workers_write_and_export_their_parts_of_the_best_weights(together: Path) -> None:
-    """With masters beside a backbone in bfloat16: no worker ever has all of them."""
+    """With masters beside a backbone in bfloat16, no worker ever has all of the best weights."""
     result = Storage.at(together / "best")
     *inside, end = (read_checkpoint(result, name) for name in result.list("checkpoints"))
     at = end.spent["selected_step"]

@@ -21,8 +21,11 @@ from raycl.storage import Storage
 TRACES = Path(__file__).with_name("traces.json")
 ALL = (*RUNS, *WRITERS)
 TOLERANCE = 2e-4
-"""Of losses. Kernels for other processors sum in another order, and each step of training adds to the difference: after
-16 steps of SAPT it was 7e-5 between two."""
+"""The tolerance of losses.
+
+Kernels for other processors sum in another order, and each step of training adds to the difference: after 16 steps of
+SAPT it was 7e-5 between two.
+"""
 
 
 @pytest.fixture(scope="module")

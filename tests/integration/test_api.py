@@ -84,7 +84,7 @@ def quick_runs(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_notebook_works_as_printed(quick_runs: None, tmp_path: Path) -> None:
-    """Without a kernel; `make docs-run` executes it as a reader does."""
+    """It runs here without a kernel; `make docs-run` executes it as a reader does."""
     notebook = json.loads((REPO / "docs/tutorials/from-python.ipynb").read_text())
     blocks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     namespace: dict[str, Any] = {}

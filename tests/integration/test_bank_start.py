@@ -150,7 +150,7 @@ def test_earlier_tasks_without_data_are_listed_and_their_cells_stay_empty(lab: L
 def test_a_run_that_died_before_its_first_record_starts_again(
     lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not from the bare backbone: the snapshot's phase is there, and only the new task is trained."""
+    """The run starts from the snapshot, not from the bare backbone, and trains the new task alone."""
     bank = learned(tmp_path)
     given = {"bank": {"start": f"{bank.storage.uri}@main"}, "stream": {"tasks": lab.tasks[1:]}}
     tree = {**given, "output": {"dir": str(tmp_path), "name": "died"}}
@@ -273,7 +273,7 @@ def older(bank: Bank, number: int, *keys: str) -> None:
 def test_settings_that_an_older_bank_lacks_have_their_defaults(
     lab: Lab, learned: Callable[[Path], Bank], tmp_path: Path
 ) -> None:
-    """In a run that starts from it and in a merge; a value that was recorded counts as before."""
+    """A run that starts from the bank and a merge take the defaults; a value that was recorded counts as before."""
     bank, new = learned(tmp_path), lab.tasks[1]
     whole = bank.open(1)
     older(bank, 1, "method.lora_dropout", "backbone.bos", "stream.references", "eval.subsample", "modifiers")
@@ -292,7 +292,7 @@ def test_a_bank_without_permission_is_refused_before_anything_is_written(
     address = f"http://{uri.partition('endpoint_override=')[2].partition('&')[0]}/moto-api/reset-auth"
 
     def allow(requests: bytes) -> None:
-        """So many without permission."""
+        """Set the number of requests that the store answers before it requires permission."""
         headers = {"Content-Type": "text/plain"}
         urllib.request.urlopen(urllib.request.Request(address, data=requests, headers=headers))
 

@@ -63,7 +63,7 @@ def test_training_evaluation_and_serving_read_the_same_ids(done: Done, tmp_path:
 
 
 def test_the_setting_stays_with_the_run(done: Done, lab: Lab, tmp_path: Path) -> None:
-    """On resume, in runs that start from its snapshot, beside snapshots that were learned otherwise."""
+    """The setting stays on resume, in runs from its snapshot, and beside snapshots that were learned otherwise."""
     copied = done.copy(tmp_path)
     with pytest.raises(ResumeError, match=r"backbone\.bos"):
         prepared_run.reopen(copied.uri, overrides=("backbone.bos=tokenizer",))

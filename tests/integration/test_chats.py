@@ -25,7 +25,7 @@ TEMPLATE = (
     "{% if loop.last and m['role'] == 'assistant' %}much {% endif %}"
     "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}Output : {% endif %}"
 )
-"""Of words that the tiny tokenizer knows; it writes one of them before the last answer, as others do a block."""
+"""Its words are known to the tiny tokenizer; it writes one of them before the last answer, as others do a block."""
 
 WORDS = {"chat": {"sky": "blue", "fire": "red"}, "talk": {"purrs": "cat", "barks": "dog"}}
 """Task -> (word of a question -> its answer)."""

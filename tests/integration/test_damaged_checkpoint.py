@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_holds_its_lease_again(complete: Complete, tmp_path: 
 
 
 def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: Path, caplog: Any) -> None:
-    """With a checkpoint at each phase's end alone, the one before the newest is that of the phase before."""
+    """With checkpoints at the ends of phases alone, the one before the newest is that of the phase before."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     config = lab.config("bert", stream={"tasks": tasks}, checkpoint={"every_steps": None, "keep": 3})
     whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "damaged")

@@ -1,4 +1,4 @@
-"""How much a run will write: the estimate beside what real runs wrote, and the warning where a disk has less."""
+"""Tests of the estimate of what a run will write, beside what real runs wrote, and of its warning on small disks."""
 
 from __future__ import annotations
 

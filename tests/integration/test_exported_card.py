@@ -31,7 +31,7 @@ def export(bank: Bank, folder: Path, adapters: str, *options: str) -> None:
 
 
 def printed(server: ForkServer, root: Path, folders: list[Path]) -> list[dict[str, str]]:
-    """For each folder: text -> what its card's lines print about it, in a process that cannot import raycl."""
+    """Return for each folder: text -> what its card's lines print about it, in a process that cannot import raycl."""
     call = Call("card_code:main", (list(map(str, folders)), list(TEXTS), root / "printed.json"), root / "log")
     server.run([call], 240)
     tree: list[dict[str, str]] = json.loads((root / "printed.json").read_text())
@@ -128,7 +128,7 @@ def test_texts_are_answered_as_the_endpoint_does(taught: Taught, cards: Cards, k
 
 
 def test_labels_are_those_of_the_endpoint(cards: Cards) -> None:
-    """With a head, merged too; without one the card ends with the pooled states."""
+    """A card with a head, merged too, has the endpoint's labels; without a head it ends with the pooled states."""
     for bank, adapter, result in (("lora", "lora", ("lora", "merged")), ("sapt", "animal", ("animal",))):
         with serving(cards.banks[bank]) as client:
             for name in result:
@@ -178,7 +178,7 @@ def test_a_card_names_every_task_with_its_template_and_labels(taught: Taught, ca
 
 @pytest.mark.parametrize("name", ["chat", "asked", "vllm"])
 def test_a_card_of_conversations_reads_a_text_as_the_endpoint_does(taught: Taught, cards: Cards, name: str) -> None:
-    """With all that the chat template writes before an answer, and the task's instruction in its turn."""
+    """A card writes all that the chat template writes before an answer, and the task's instruction in its turn."""
     folder = folder_of(cards.root / name)
     before = "chat template `runs warm `" if name == "asked" else "chat template"
     assert f"| colour | {before} |" in (folder / "README.md").read_text()

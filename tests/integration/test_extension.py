@@ -39,7 +39,7 @@ def halves(lab: Lab, method: Any) -> tuple[RunConfig, RunConfig, str]:
 
 
 def settings_of(lab: Lab, method: str) -> Any:
-    """Of a method by name; `replay` with generated samples, which the first run has to keep for the second."""
+    """Return a method's settings; `replay` has generated samples, which the first run has to keep for the second."""
     if method == "replay":
         writer = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
         generator = {"steps": 5, "rate": 0.02, "max_tokens": 8, "backbone": writer}
@@ -70,7 +70,7 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
 
 
 def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: Lab, tmp_path: Path) -> None:
-    """By a run of its own, as the run without the task that was rolled back; the first run would undo the rollback."""
+    """A run of its own learns it, as a run without the undone task does; the first run would undo the rollback."""
     whole, _, _ = halves(lab, "sapt")
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
     tree = {**configs.as_tree(whole), "output": {"dir": str(tmp_path), "name": "run"}}
@@ -96,7 +96,7 @@ def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: 
 
 
 def test_a_task_whose_training_failed_can_be_added_again(lab: Lab, tmp_path: Path) -> None:
-    """As it is; with other data it would go on from what the first data taught."""
+    """The task can be added as it is; with other data, training would start from what the first data taught."""
     _, first, later = halves(lab, "lora")
     folder = Storage.at(tmp_path / "run")
     folder.write(CONFIG, configs.to_yaml(first).encode())
@@ -142,7 +142,7 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
 
 
 def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(lab: Lab, tmp_path: Path) -> None:
-    """In training, evaluation and serving, as in a run that knew both from the start."""
+    """Each task has its limits in training, evaluation and serving, as in a run that knew both from the start."""
     own = str(lab.tasks[1]["name"])
     limits = {"max_source_tokens": 8, "max_target_tokens": 2}
     its_own = {"max_source_tokens_by_task": {own: 12}, "max_target_tokens_by_task": {own: 3}}

@@ -33,7 +33,7 @@ FLOODS = {
     "pipelined requests": (b"", (GET + b"\r\n") * 2_000, b""),
     "no HTTP": (b"", b"\x16\x03\x01" * 10_000, b" 400 "),
 }
-"""How a connection begins, what it sends again and again, and what stands in the answer, where one is certain."""
+"""The beginning of a connection, what it sends again and again, and what the answer has, where one is certain."""
 
 Server = Callable[..., Any]
 """(body, protocol) -> context of a port."""
@@ -47,7 +47,7 @@ class ImpatientProtocol(LimitedProtocol):
 
 
 class Reader:
-    """Of a run for the page."""
+    """A reader of a run's progress, for the page."""
 
     def __init__(self, body: bytes) -> None:
         self.found = {"text": body.decode()}
@@ -126,7 +126,10 @@ def asked(port: int) -> float:
 @both
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_is_cut_off(server: Server, name: str) -> None:
-    """Before it was: 40 MB of header fields took 922 MB and held other requests for 2 s, pipelined ones for 15 s."""
+    """A flood is cut off.
+
+    Before it was, 40 MB of header fields took 922 MB and held other requests for 2 s, pipelined ones for 15 s.
+    """
     begins, more, expected = FLOODS[name]
     answers: list[bytes] = []
 
@@ -171,7 +174,7 @@ def test_large_and_pipelined_requests_are_still_answered(server: Server) -> None
 @both
 @pytest.mark.parametrize("closing", [b"", b"Connection: close\r\n"])
 def test_answers_that_no_client_reads_are_dropped(server: Server, closing: bytes) -> None:
-    """Before, they were held as long as the client liked. A client that reads slowly gets all of its answer."""
+    """Unread answers are not held as long as the client likes; a client that reads slowly gets all of its answer."""
     with server(LARGE, ImpatientProtocol) as port, ExitStack() as stack:
         request = GET + closing + b"\r\n"
         clients = [stack.enter_context(connected(port, 4096)) for _ in range(10)]

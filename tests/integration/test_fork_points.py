@@ -130,7 +130,7 @@ def test_a_fork_point_is_stored_once_and_only_if_it_matches(lab: Lab, tmp_path: 
 
 
 def test_a_phase_may_be_the_last_one(lab: Lab, tmp_path: Path) -> None:
-    """What a scheduler's word comes to."""
+    """A run that a scheduler ends after a phase keeps its phases, and the next attempt finishes the stream."""
     storage = Storage.at(tmp_path)
     config = lab.config("bert", stream={"tasks": three(lab)})
     run(config, storage, on_phase=lambda record: record["phase"] < 1)

@@ -35,7 +35,7 @@ def install(folder: Path, patch: pytest.MonkeyPatch, status: int = 0) -> None:
 def test_an_adapter_and_a_merged_model_are_converted(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By stand-ins of the converters (see above)."""
+    """Stand-ins of the converters (see above) convert an adapter and a merged model."""
     done = complete("llama", "olora", "torch")
     bank, folder = done.storage.sub("bank").uri, tmp_path / "adapter"
     words = ["bank", "export", bank, "--to", str(folder), "--gguf"]
@@ -58,7 +58,7 @@ def test_an_adapter_and_a_merged_model_are_converted(
 def test_what_cannot_be_converted_is_one_sentence(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By stand-ins of the converters (see above)."""
+    """Errors of the stand-ins (see above) and of models that GGUF cannot hold are one sentence each."""
     install(tmp_path / "bin", monkeypatch, status=1)
     text, label = (complete(kind, "olora", "torch").storage.sub("bank").uri for kind in ("llama", "bert"))
     assert main.main(["bank", "export", text, "--to", str(tmp_path / "text"), "--gguf"]) == 1

@@ -1,4 +1,4 @@
-"""A bank whose chat templates are hostile: what answers goes on answering, and whoever reads it gets one sentence."""
+"""Tests of a bank with hostile chat templates: endpoints keep answering, and each reader gets one sentence."""
 
 from __future__ import annotations
 

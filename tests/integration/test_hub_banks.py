@@ -77,7 +77,7 @@ def bank_of(complete: Complete, kind: str, method: str) -> Bank:
 def test_what_is_pulled_is_what_was_pushed_bit_for_bit(
     hub: Hub, complete: Complete, kind: str, method: str, tmp_path: Path
 ) -> None:
-    """What PEFT can hold is in its layout alone; prompts travel as the bank has them, and the card says so."""
+    """PEFT's layout alone has what PEFT can hold; prompts travel as the bank has them, and the card says so."""
     bank = bank_of(complete, kind, method)
     snapshot = head_of(bank)
     done = push(bank, snapshot, "main", "me/bank", CardFields())

@@ -1,4 +1,4 @@
-"""What a run reads is what it began with: data, weights and tokenizers that changed are refused wherever it goes on.
+"""Tests that a run reads what it began with: data, weights and tokenizers that changed are refused on resume.
 
 Versions of libraries that differ are a warning, which stays in the results.
 """
@@ -124,7 +124,7 @@ def changed(position: RunInputs, case: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_resume_with_other_inputs_is_refused(inputs: RunInputs, stopped: Storage, case: str, tmp_path: Path) -> None:
-    """By the command, before Ray starts, and by the workers, which may see other files."""
+    """The command refuses other inputs before Ray starts, and so do the workers, which may see other files."""
     folder = Storage.at(shutil.copytree(stopped.root, tmp_path / "run"))
     prepared = prepared_run.reopen(folder.uri)
     with changed(inputs, case) as message:
@@ -139,7 +139,7 @@ def test_a_resume_with_other_inputs_is_refused(inputs: RunInputs, stopped: Stora
 def test_the_restored_inputs_are_those_that_it_began_with(
     inputs: RunInputs, stopped: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on another node, whose cache has none of the rows, and where files have other times."""
+    """They are so on another node too, whose cache has none of the rows, and where files have other times."""
     for path in inputs.folder.glob("tasks/*/*.jsonl"):
         path.write_bytes(path.read_bytes())
     monkeypatch.setenv("RAYCL_CACHE", str(tmp_path))

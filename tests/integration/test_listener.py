@@ -20,7 +20,7 @@ from raycl.serve.settings import ServeConfig, load_serve_config
 
 
 def settings(**changed: Any) -> ServeConfig:
-    """Of an endpoint on a port that is free."""
+    """Return the settings of an endpoint on a port that is free."""
     with bound("127.0.0.1", 0) as result:
         return ServeConfig.model_validate({"bank": "nowhere", "port": result.getsockname()[1], **changed})
 

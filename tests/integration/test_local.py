@@ -129,7 +129,7 @@ def test_a_signal_writes_a_checkpoint_and_the_run_resumes(
 def test_an_exception_of_a_method_is_raised_as_it_is(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the second time: nothing starts the worker again, and its trace is what a developer needs."""
+    """Nothing starts the worker again the second time, and its trace is what a developer needs."""
     from raycl.methods.single_adapter import Lora
 
     def fails(*given: Any) -> None:

@@ -19,7 +19,7 @@ from raycl.training.records.run_folder import CONFIG
 def test_resume_publishes_a_lost_manifest_again(
     complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot: str
 ) -> None:
-    """That of the newest adapter from a checkpoint's copy of the snapshot too, where that is gone as well."""
+    """The newest adapter's comes from a checkpoint's copy of the snapshot too, where the snapshot is gone as well."""
     done = complete("bert", "slm", "torch")
     storage = done.copy(tmp_path)
     storage.write(CONFIG, configs.to_yaml(done.config).encode())

@@ -209,7 +209,7 @@ def test_published_tensors_are_copied_where_that_is_asked_for(complete: Complete
 
 @pytest.mark.parametrize("harm", ["gone", "flip"])
 def test_without_copies_the_newest_adapter_is_learned_again(complete: Complete, tmp_path: Path, harm: str) -> None:
-    """From the checkpoint before, which does not name it; an older one is in the bank alone."""
+    """The checkpoint before does not name the adapter, so it is learned again; an older one is in the bank alone."""
     done = complete("bert", "inclora", "torch")
     storage = Storage.at(tmp_path)
     bank = Bank(storage.sub("bank"))

@@ -31,7 +31,7 @@ def tasks_of(lab: Lab) -> list[Any]:
 
 
 SIZES = {"r_by_task": {"third": 6, "animal": 3}, "keys": {"slots_by_task": {"third": 5}}}
-"""Of tasks on either side."""
+"""The sizes of tasks on either side."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Which bank a user means: by its place, by its run, with an @ in a folder; and what an endpoint takes of it."""
+"""Tests of the bank that a user means: by place, by run, with an @ in a folder; and what an endpoint takes of it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_snapshot_is_activated_by_its_branch(complete: Complete, tmp_path: Pat
 def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
     complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run that publishes onto a branch of a shared bank, that branch is meant."""
+    """A run that publishes onto a branch of a shared bank stands for that branch."""
     address = uri(complete, "bert")
     shutil.copytree(address, tmp_path / "me@host" / "bank")
     shared = f"{tmp_path}/me@host/bank"

@@ -1,4 +1,4 @@
-"""What the endpoints' own description allows, and much that it does not: nothing ends in a 5xx, all is as described."""
+"""Tests of requests that the endpoints' description allows, and of others: none ends in a 5xx, all is as described."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from raycl.launch import prepared_run
 
 
 def too_much_for_the_cpu(*given: Any, **named: Any) -> Any:
-    """As a batch that is far too large: refused by torch's own allocator."""
+    """Fail as a batch that is far too large does: torch's own allocator refuses it."""
     return torch.empty(2**60, dtype=torch.uint8)
 
 

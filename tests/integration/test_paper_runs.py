@@ -15,7 +15,7 @@ from raycl.training.setup.run_config import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs/configs/paper"
 NAMES = ("mnli", "copa")
-"""What the two tasks are called: some files have settings for these."""
+"""The names of the two tasks: some files have settings for these."""
 
 SMALL = (
     *("stream.max_source_tokens=56", "train.epochs=1", "train.batch_size=4", "train.micro_batch_size=2"),

@@ -292,7 +292,7 @@ def test_tasks_that_depend_on_each_other_are_refused(
 def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
     lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With `launch.mode=local`: the other task is kept, and the next command continues the one whose process died."""
+    """With `launch.mode=local` the other task is kept, and the next command continues the one whose process died."""
     caplog.set_level(logging.INFO, "raycl")
     long = {"train": {"epochs_by_task": {"animal": 200}}}
     driver.train(prepare(config_of(lab, "bert", "epi", tmp_path / "whole", **long)))

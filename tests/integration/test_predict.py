@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_answered_have_an_error_and_all_keep_their_columns(
 
 
 def test_labels_may_hold_any_line_separator(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And a compressed copy of a part beside the parts is none of them."""
+    """Labels may hold any line separator, and a compressed copy of a part beside the parts is none of them."""
     labels = ("yes\u2028indeed", "no\x85never")
     for split in ("train", "test"):
         lines = [

@@ -44,7 +44,7 @@ def test_every_cell_has_token_accuracy_and_perplexity(done: Done) -> None:
 
 
 def test_a_run_stopped_inside_an_epoch_resumes_bit_for_bit(done: Done, tmp_path: Path) -> None:
-    """Which words are hidden is no state: it follows from seed, epoch and row."""
+    """The choice of hidden words is no state: it follows from seed, epoch and row."""
     storage, steps = Storage.at(tmp_path), len(trace(done.storage))
     for after in (steps // 4 + 1, steps // 2):
         with pytest.raises(Stop):

@@ -1,4 +1,4 @@
-"""What is replayed: stored rows, generated inputs with the model's own answers, rows of files; written instructions."""
+"""Tests of replay from stored rows, generated inputs with the model's own answers, rows of files, and instructions."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_wrong_settings_are_refused_before_anything_starts(lab: Lab, tmp_path: P
 
 
 def test_real_rows_stay_numbers(lab: Lab, tmp_path: Path) -> None:
-    """As before there were other sources: nothing of them is in a checkpoint."""
+    """Replayed rows are stored as before there were other sources: nothing of those is in a checkpoint."""
     done = run(lab.config("bert", {"name": "replay", "share": 0.2}), Storage.at(tmp_path))
     method = done.context.method
     assert isinstance(method, Replay) and method.source is None and not len(method.samples)

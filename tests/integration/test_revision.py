@@ -69,7 +69,7 @@ def versions(snapshot: Snapshot) -> dict[str, int]:
 def test_a_task_that_is_learned_anew_is_one_that_was_forgotten_and_is_learned(
     three: Learned, lab: Lab, case: str, tmp_path: Path
 ) -> None:
-    """And the others keep their versions; the task's score before is the snapshot's."""
+    """The other tasks keep their versions; the task's score before is the snapshot's."""
     bank, first = three(case)
     old = bank.open(3)
     anew = revised(bank, tmp_path / f"{case.split()[0]}-anew", revise_from="new")

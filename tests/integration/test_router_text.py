@@ -80,7 +80,7 @@ def test_a_run_and_its_endpoint_route_by_the_same_text(
 
 
 def test_inputs_are_read_as_an_endpoint_reads_them(lab: Lab, tmp_path: Path) -> None:
-    """Without any prompt, cut to the longest input of any task; rows that fill a batch up are one padding token."""
+    """They have no prompt and are cut to the longest input of a task; rows that fill a batch are one padding token."""
     config = lab.config("llama", {"name": "sapt", "router_text": "input"})
     done = run(config, Storage.at(tmp_path))
     codec, stream = done.context.backbone.codec, done.context.stream

@@ -92,7 +92,7 @@ def test_the_first_task_does_not_train_attention(lab: Lab) -> None:
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 @pytest.mark.parametrize(("settings", "stands"), [({}, True), ({"standardize": False}, False)], ids=["on", "off"])
 def test_statistics_come_from_the_first_task(lab: Lab, kind: str, settings: dict[str, Any], stands: bool) -> None:
-    """By the first task's texts, once."""
+    """The statistics are taken from the first task's texts, once."""
     method, _ = started(lab, kind, learned=0, attention=settings)
     first = method.attention.center
     assert (first is not None) == stands == ("center" in method.attention.tensors())
@@ -208,7 +208,7 @@ def test_without_reflection_the_projection_follows_the_task_alone(lab: Lab) -> N
 
 @pytest.mark.parametrize(("kind", "micro"), sampled([(kind, micro) for kind in ("bert", "t5") for micro in (2, 1)]))
 def test_accumulation_changes_nothing_in_any_task(lab: Lab, tmp_path: Path, kind: str, micro: int) -> None:
-    """In the first task and in the fourth, with reflection on up to three tasks; not with the released scale."""
+    """The first task and the fourth, which reflects on up to three, are unchanged; the released scale changes them."""
     collected = {}
     stream = {"tasks": tasks(lab, 4), "train_rows": 9}
     for name, rows, scaled in (("joined", None, False), ("parts", micro, False), ("scaled", micro, True)):

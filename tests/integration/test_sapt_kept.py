@@ -1,4 +1,4 @@
-"""What SAPT keeps, in memory: mean weights, old blocks and keys, replayed answers, and all but what the floor drops."""
+"""Tests, in memory, of what SAPT keeps: mean weights, old blocks and keys, replayed answers, all above the floor."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: floa
 def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(
     lab: Lab, kind: str, value: str
 ) -> None:
-    """Of what the model gives out, with two old blocks that weigh just too little."""
+    """The states that the model gives out hardly change, with two old blocks that weigh just too little."""
     method, batch = started(lab, kind, learned=2, value=value)
     attention = method.config.attention
     assert attention.pruning_threshold == 1e-3

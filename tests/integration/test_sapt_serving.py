@@ -22,7 +22,7 @@ from raycl.storage import Storage
 
 @pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "soft"), ("llama", "soft")])
 def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
-    """In one batch with others of other lengths, as alone, and as the stream's own evaluation had them."""
+    """A request among others of other lengths has the weights that it has alone and in the stream's own evaluation."""
     done = taught(kind, method)
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}

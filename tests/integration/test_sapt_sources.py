@@ -184,7 +184,7 @@ def test_every_ablation_completes_and_resumes(lab: Lab, tmp_path: Path, kind: st
 
 @pytest.mark.parametrize("ablation", ["none", *ABLATIONS])
 def test_each_ablation_disables_its_component(lab: Lab, ablation: str) -> None:
-    """In the third of three tasks, and after it."""
+    """Each ablation acts in the third of three tasks, and after it."""
     settings = {"arm": {"fraction": 0.5, "weight": 1.0}, "selector": {"steps": 20}}
     method, batch = started(lab, "t5", learned=2, ablation=ablation, **settings)
     term = method.penalty(batch, None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a sweep computes once per settings, `separate`, is accepted by every trial that compares with it.
+"""Tests that a sweep computes `separate` once per settings, and that every trial that compares with it accepts it.
 
 In this process; that workers make it is the sweep's business (tests/ray/test_sweep.py).
 """

@@ -165,7 +165,7 @@ def test_runs_with_the_released_settings_resume(lab: Lab, tmp_path: Path, settin
 
 
 def test_slots_of_future_tasks_take_weight_and_add_nothing(lab: Lab, tmp_path: Path) -> None:
-    """With `all` (as released) the first task's texts lose weight to the second's slots, with `seen` they do not."""
+    """With `all`, as released, the first task's texts lose weight to the second's slots; with `seen` they do not."""
     shares = {}
     for scope in ("all", "seen"):
         context, _ = build(lab.config("bert", {"name": "slm", "train_scope": scope, "keys": {"steps": 0}}), WORLD)
@@ -181,7 +181,7 @@ def test_slots_of_future_tasks_take_weight_and_add_nothing(lab: Lab, tmp_path: P
 
 
 def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
-    """As released: trained by the first task that has so many labels, frozen for later ones, all slots share it."""
+    """As released, the first task with so many labels trains a head, frozen for later ones; all slots share it."""
     storage = Storage.at(tmp_path)
     run(lab.config("bert", {"name": "slm", "head_rule": "label_count"}), storage)
     bank = Bank(storage.sub("bank"))
@@ -228,7 +228,7 @@ def test_a_head_that_the_task_picks_answers_no_unseen_tasks(lab: Lab) -> None:
 
 
 def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: Path) -> None:
-    """In the snapshot, in the summary of the phase, and the same after a crash in the middle of the second task."""
+    """The snapshot has the texts and the phase's summary the scores, also after a crash in the second task."""
     config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
     whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
     run(config, whole)

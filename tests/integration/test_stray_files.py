@@ -1,4 +1,4 @@
-"""What the bank and the run did not write lies beside what they wrote, and changes nothing; verify lists it once."""
+"""Tests of files that the bank and the run did not write: they change nothing, and verify lists each once."""
 
 from __future__ import annotations
 

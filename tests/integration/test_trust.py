@@ -53,7 +53,7 @@ class Custom:
 
     @property
     def ran(self) -> bool:
-        """Whether the code ran since this was asked last."""
+        """True if the code ran since this property was last read."""
         there = self.witness.exists()
         self.witness.unlink(missing_ok=True)
         for name in [name for name in sys.modules if name.startswith("transformers_modules")]:

@@ -21,7 +21,7 @@ from raycl.training.records.journal import read_state
 
 PARAMETERS, MANIFEST = "parameters.safetensors", "manifest.json"
 Harm = tuple[int, str, str]
-"""Which checkpoint (-1: the newest), file, and what happens to it."""
+"""The checkpoint (-1: the newest), the file, and what happens to it."""
 
 VIEWS: dict[str, tuple[list[Harm], list[Harm], tuple[int, int] | None]] = {
     "all whole": ([], [], (1, 3)),
@@ -38,7 +38,7 @@ VIEWS: dict[str, tuple[list[Harm], list[Harm], tuple[int, int] | None]] = {
 """Case -> harm to each worker's view, and the phase and step from which both continue; None: both stop."""
 
 LOST_BANK = "the first finds a file for a bank"
-"""What only worker 0 looks after; its error is both workers'."""
+"""The harm that worker 0 alone looks for; its error is both workers'."""
 
 
 @pytest.fixture(scope="module")

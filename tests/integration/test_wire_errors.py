@@ -1,4 +1,4 @@
-"""What is refused: the right status, one sentence in OpenAI's shape, and the next request is answered."""
+"""Tests of refusals: each has the right status and one sentence in OpenAI's shape, and the next request is answered."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_api_keys(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_an_admin_key_administration_is_refused(taught: Taught, tmp_path: Path) -> None:
-    """Not even from this machine: behind a proxy every client is on it."""
+    """Requests from this machine are refused too: behind a proxy every client is on it."""
     bank, file = bank_of(taught("t5", "separate"), tmp_path), tmp_path / "keys"
     file.write_text("plain-1\n")
     with listening(bank, AuthConfig(keys_file=str(file))) as wire:

@@ -1,4 +1,4 @@
-"""What happens while an endpoint runs: clients that leave, snapshots that come, decisions that are taken back."""
+"""Tests of events while an endpoint runs: clients leave, snapshots come, decisions are taken back."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_snapshots_switch_under_load(taught: Taught, tmp_path: Path) -> None:
         def guarded(work: Any, *given: Any) -> None:
             try:
                 work(*given)
-            except Exception as error:  # noqa: BLE001 -- told by the main thread
+            except Exception as error:  # noqa: BLE001 -- reported by the main thread
                 wrong.append(repr(error))
 
         threads = [threading.Thread(target=guarded, args=(ask, turn)) for turn in range(4)]

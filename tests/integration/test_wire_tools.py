@@ -217,7 +217,7 @@ def test_known_forms_are_read_piece_by_piece(
 
 
 def test_a_tokenizers_own_description_of_answers_goes_first(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the form that Transformers documents, with the names that it gives to the parts of a call."""
+    """A description in the form that Transformers documents is used, with its names for the parts of a call."""
     call = {"type": "function", "function": {"name": "{content.tool}", "arguments": "{content.with}"}}
     marks = {"open": "<do>", "close": "</do>", "content": "json", "transform": call, "repeats": True}
     own = {"start_anchor": "<|turn|>assistant", "fields": {"content": {"content": "text"}, "tool_calls": marks}}

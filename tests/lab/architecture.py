@@ -85,7 +85,7 @@ CLOSED = {"raycl/operations/report/": ("torch", "transformers")}
 """Folder -> libraries it does without: reports are made from result files on any laptop."""
 
 PRETRAINED = "raycl/backbone"
-"""Where `from_pretrained` is called, a module or a package."""
+"""The module or package that calls `from_pretrained`."""
 
 BACKBONE_CLASSES = {"EncoderBackbone", "Seq2SeqBackbone", "CausalBackbone"}
 BACKBONE_KINDS = {"encoder", "encoder-decoder", "decoder"}
@@ -105,10 +105,10 @@ OTHER_MEANINGS = {"adapter", "prompt", "replay", "lora", "olora", "migu"}
 the modifier whose magnitudes a report shows."""
 
 BASE_OF_ADAPTERS = "raycl.methods.per_task_adapter"
-"""Not asked for either: what its methods can do they declare (`Method.allocation`, `without_task`, `revisable`)."""
+"""This base is not asked for either: its methods declare (`Method.allocation`, `without_task`, `revisable`)."""
 
 METHOD_AT, HOOKS = "raycl/methods/base.py", 10
-"""Where the contract of a method is, and how many public hooks it may have."""
+"""The module of a method's contract, and the number of public hooks that it may have."""
 
 README_LINES = 150
 KNOTS = {"utils", "util", "common", "misc", "helpers", "helper"}
@@ -127,7 +127,7 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Of the whole tree."""
+        """The nodes of the whole tree."""
         return list(ast.walk(self.tree))
 
     @staticmethod
@@ -369,7 +369,7 @@ def prints(module: Module) -> Iterator[Finding]:
 
 
 FOREIGN_CODE_AT = ("raycl/plugins.py",)
-"""Where packages of others are imported: a broken one may raise anything, and becomes one sentence that names it."""
+"""Modules that import packages of others: a broken one may raise anything, and becomes one sentence that names it."""
 
 
 @rule

@@ -43,7 +43,7 @@ class NoSourceError(Exception):
 
 
 class Package(BaseModel):
-    """What an advisory is about."""
+    """The package that an advisory is about."""
 
     ecosystem: str = ""
     name: str = ""

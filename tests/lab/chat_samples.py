@@ -67,7 +67,7 @@ def _words() -> PreTrainedTokenizerFast:
 
 
 def _pieces() -> PreTrainedTokenizerFast:
-    """As SentencePiece: a space in front of the first word, and special strings that are pieces too."""
+    """Return a tokenizer as SentencePiece's: a space before the first word, and special strings that are pieces too."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
@@ -79,7 +79,7 @@ def _pieces() -> PreTrainedTokenizerFast:
 
 
 def _bytes() -> PreTrainedTokenizerFast:
-    """As GPT-2."""
+    """Return a tokenizer of bytes, as GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

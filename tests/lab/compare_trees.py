@@ -40,7 +40,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 OPTIMIZERS = ("adafactor", "sgd")
-"""Beside AdamW, which all other runs have."""
+"""The optimizers beside AdamW, which all other runs have."""
 
 TRAIN = {"epochs": 3, "micro_batch_size": 2, "lr_scheduler": "linear", "learning_rate": 0.03, "weight_decay": 0.0}
 ATTEMPTS = 5

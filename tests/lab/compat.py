@@ -25,7 +25,7 @@ RANGED = ("ray", "transformers", "peft", "sentence-transformers")
 """Libraries of which "oldest" installs the oldest version allowed."""
 
 FREE = ("accelerate", "huggingface-hub", "safetensors", "tokenizers")
-"""What those need: versions in between, chosen by pip."""
+"""Packages that those need: pip chooses versions in between."""
 
 TESTS = (
     "tests/unit",

@@ -28,7 +28,7 @@ RAY = Path(__file__).resolve().parents[1] / "ray"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where there may be tests of tests/ray, the server for them starts before raycl and Ray are imported."""
+    """Start the server for tests of tests/ray, where there may be any, before raycl and Ray are imported."""
     hands_out = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
     paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
     if not hands_out and any(path == RAY or RAY in path.parents or path in RAY.parents for path in paths):
@@ -44,7 +44,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where tests need processes of their own, the server of those starts before the first test does."""
+    """Start the server for tests that need processes of their own, where there are any, before the first test."""
     if any("fork_server" in getattr(item, "fixturenames", ()) for item in session.items):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         for library in LATER:

@@ -76,7 +76,7 @@ LIBRARIES = (
     "uvicorn.protocols.http.httptools_impl",
     "uvloop",
 )
-"""What jobs, workers, trials, replicas and Ray's own processes import, except Ray."""
+"""Libraries that jobs, workers, trials, replicas and Ray's own processes import, except Ray."""
 
 PACKAGE = (
     "raycl.operations.report.plots",
@@ -89,7 +89,7 @@ PACKAGE = (
     "raycl.operations.sweep.outcome",
     "raycl.training.stream_loop",
 )
-"""What they import of raycl, except what imports Ray."""
+"""Modules of raycl that they import, except those that import Ray."""
 
 REPO = Path(__file__).resolve().parents[2]
 SETTING = "RAYCL_COPY_SERVER"
@@ -122,7 +122,7 @@ class CopyServer:
         patch.setenv(SETTING, self._folder.name)
 
     def wait(self) -> None:
-        """Until both are ready."""
+        """Wait until both are ready."""
         assert self._control.recv(1) == READY, "the process that starts others has ended"
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def _listener(address: Path) -> socket.socket:
 
 
 def _serve(listener: socket.socket, control: socket.socket) -> None:
-    """Until something comes by `control`, or its other end is closed."""
+    """Serve until something comes by `control`, or its other end is closed."""
     gc.collect()
     gc.freeze()  # collecting garbage would write to pages that the copies share
     waiting = selectors.DefaultSelector()
@@ -295,7 +295,7 @@ def _work(data: bytes, descriptors: list[int]) -> None:
 
 
 def _set_up(request: dict[str, object], descriptors: list[int]) -> None:
-    """What a new interpreter would have: streams, environment, folder, arguments, paths, signals."""
+    """Set up what a new interpreter would have: streams, environment, folder, arguments, paths, signals."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)

@@ -26,7 +26,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Call:
-    """What one process does.
+    """The call that one process makes.
 
     Attributes:
         function: `module:name`; the module is imported in the new process.
@@ -72,7 +72,7 @@ class ForkServer:
         assert codes == [0] * len(calls), f"{codes}\n" + "\n".join(call.log.read_text()[-3000:] for call in calls)
 
     def pair(self, function: str, folder: Path, *arguments: Any, seconds: float) -> None:
-        """Both ranks of `function(rank, *arguments)`, which meet by gloo; their logs are `folder/worker<rank>.log`."""
+        """Run both ranks of `function(rank, *arguments)`, which meet by gloo; logs are `folder/worker<rank>.log`."""
         calls = [Call(function, (rank, *arguments), folder / f"worker{rank}.log") for rank in range(2)]
         self.run(calls, seconds, GLOO_SOCKET_IFNAME="lo")
 
@@ -83,7 +83,7 @@ class ForkServer:
 
 
 def _serve(connection: Connection) -> None:
-    """Until pytest's process has ended."""
+    """Serve until pytest's process has ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)

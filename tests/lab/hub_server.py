@@ -27,7 +27,7 @@ LARGE = (".safetensors", ".bin", ".pkl")
 
 @dataclass
 class Hub:
-    """What the server has.
+    """The state of the server.
 
     Attributes:
         commits: repository -> its commits, the last one being `main`; a commit is a folder whose name is its id.

@@ -20,7 +20,7 @@ class Listener(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def uri(self, name: str) -> str:
-        """As an address of S3."""
+        """Return a folder of the bucket as an address of S3."""
         return f"s3://bucket/{name}?endpoint_override=127.0.0.1:{self.server_port}&scheme=http"
 
 

@@ -1,4 +1,4 @@
-"""Which file is mapped into this process at an address."""
+"""The file that is mapped into this process at an address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def file_at(address: int) -> str:
 
 
 def copied_bytes(file: str) -> int:
-    """Of a mapped file, what this process has copies of, since it wrote there."""
+    """Return the bytes of a mapped file that this process has copies of, since it wrote there."""
     result, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""What a page looks like in a browser, measured: its width, its smallest letters, and the contrast of its words."""
+"""Measures of a page in a browser: its width, its smallest letters, and the contrast of its words."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def end_phase(context: TrainingContext, task_context: TaskContext) -> Learned | 
 
 
 def routed(method: Method, learned: Learned | None, batch: Batch, task: str | None = None) -> Mixture:
-    """By the router of what a phase gave, as its evaluation routes."""
+    """Return the mixture by the router of what a phase gave, as its evaluation routes."""
     assert learned is not None
     values, tensors = router_record(learned, [task or ""])
     frozen = TensorGroups.of(tensors)

@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 aten = torch.ops.aten
 
 COPIES = {aten.copy_.default, aten._to_copy.default}
-"""What may see two devices."""
+"""Operations that may see two devices."""
 
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-"""What takes indices of the CPU."""
+"""Operations that take indices of the CPU."""
 
 SCALARS = {aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
-"""What takes scalars of the CPU, besides pointwise operations."""
+"""Operations that take scalars of the CPU, besides pointwise ones."""
 
 DROPOUT = {aten.native_dropout.default}
 
@@ -58,7 +58,7 @@ class _Module(_DummyBackendModule):  # type: ignore[misc]
         self.state = torch.Generator().manual_seed(seed ^ 0x5EED).get_state()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """For autocast."""
+        """Return the dtypes that autocast supports."""
         return [torch.bfloat16, torch.float16]
 
 
@@ -162,7 +162,7 @@ def _check(func: Any, args: Any, others: list[Tensor]) -> None:
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """With the device's own random numbers."""
+    """Call a function that draws, with the device's own random numbers."""
     if func in DROPOUT:
         return func(*args, **kwargs)
     given = kwargs.get("generator")
@@ -179,7 +179,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """For the copies that torch makes below Python (`torch.tensor(..., device=...)`)."""
+    """Copy a tensor where torch makes copies below Python (`torch.tensor(..., device=...)`)."""
     values = [item.values if isinstance(item, PretendTensor) else item for item in (source, target)]
     values[1].copy_(values[0])
     return target

@@ -1,4 +1,4 @@
-"""What DAS and its released code, ContinualLM, say of each published row, with the place where they say it."""
+"""Statements of DAS and its released code, ContinualLM, about each published row, with the place of each."""
 
 from __future__ import annotations
 

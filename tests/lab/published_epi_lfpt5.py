@@ -1,4 +1,4 @@
-"""What EPI and LFPT5, which learn prefixes and prompts, and their code say of each published row, and where."""
+"""Statements of EPI and LFPT5, which learn prefixes and prompts, and their code about published rows, with places."""
 
 from __future__ import annotations
 

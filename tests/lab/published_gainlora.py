@@ -1,4 +1,4 @@
-"""What GainLoRA's released code says of its rows and of InfLoRA's, with the place where it says it."""
+"""Statements of GainLoRA's released code about its rows and InfLoRA's, with the place of each."""
 
 from __future__ import annotations
 

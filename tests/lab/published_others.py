@@ -1,4 +1,4 @@
-"""What SLM, O-LoRA and MIGU and their released code say of each published row, with the place where they say it."""
+"""Statements of SLM, O-LoRA and MIGU and their released code about each published row, with the place of each."""
 
 from __future__ import annotations
 

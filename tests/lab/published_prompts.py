@@ -1,4 +1,4 @@
-"""What Progressive Prompts, MoCL and L2P and their code say of each published row, with the place where they say it."""
+"""Statements of Progressive Prompts, MoCL and L2P and their code about each published row, with the place of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T5_CODE = {
     "eval.select": "best_dev",
     "eval.select_epochs": 1,
 }
-"""What both have in common: AdamW at a constant rate without clipping, weights of the best epoch."""
+"""Settings that both have in common: AdamW at a constant rate without clipping, weights of the best epoch."""
 
 _PROGPROMPT = (
     (

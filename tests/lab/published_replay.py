@@ -1,4 +1,4 @@
-"""What the papers and code of methods that train on stored examples say of their published rows, and where."""
+"""Statements of papers and code of methods that train on stored examples about their published rows, with places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SAPT and its released code say of each published row, with the place where they say it.
+"""Statements of SAPT and its released code about each published row, with the place of each.
 
 `jobs/configs/paper` is checked against a table that was written from the sources, not from those files.
 """

@@ -1,4 +1,4 @@
-"""How two runs of the same config differ, as their folders say: what `compare_trees.py` prints.
+"""The differences of two runs of the same config, as their folders say: `compare_trees.py` prints them.
 
 Files are read by what is in them and not by their names, so that two versions of raycl can be compared.
 """
@@ -36,7 +36,7 @@ SMALLEST = 5e-324
 
 @dataclass
 class Difference:
-    """How the values of one kind differ.
+    """The differences of the values of one kind.
 
     Attributes:
         compared, differ: numbers of values. largest: of the differences between numbers; None: there is none.

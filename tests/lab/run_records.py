@@ -8,5 +8,5 @@ HASH = "0" * 64
 
 
 def phase_record(number: int, **more: Any) -> dict[str, Any]:
-    """Of a phase that scored nothing and published nothing."""
+    """Return the record of a phase that scored nothing and published nothing."""
     return {"phase": number, "row": {}, "times": {"phase": f"t{number}"}, "bank": {}, "summary": {}, **more}

@@ -41,13 +41,13 @@ class Reply:
         self._changed = threading.Condition()
 
     def take(self, event: Event) -> None:
-        """From the engine's thread."""
+        """Take an event from the engine's thread."""
         with self._changed:
             self.events.append(event)
             self._changed.notify_all()
 
     def wait(self, over: Any = None) -> Reply:
-        """Until it is over, or until an event for which `over` is true."""
+        """Wait until it is over, or until an event for which `over` is true."""
         ready = over or _is_last
         with self._changed:
             assert self._changed.wait_for(lambda: any(map(ready, self.events)), WAIT_S), "no answer"
@@ -60,12 +60,12 @@ class Reply:
 
     @property
     def last(self) -> Event:
-        """What ended it."""
+        """The event that ended the request."""
         return self.wait().events[-1]
 
     @property
     def finish(self) -> str | None:
-        """Why the text ended."""
+        """The reason why the text ended."""
         assert isinstance(self.last, TextDelta), self.last
         return self.last.finish
 
@@ -77,12 +77,12 @@ class Reply:
 
     @property
     def metadata(self) -> Any:
-        """How it was made."""
+        """The metadata of the answer."""
         return next(event.metadata for event in self.wait(_is_started).events if isinstance(event, Started))
 
     @property
     def error(self) -> str:
-        """What went wrong."""
+        """The sentence of the error."""
         assert isinstance(self.last, Failed), self.last
         return str(self.last.error)
 
@@ -101,7 +101,7 @@ def is_piece(event: Event) -> bool:
 
 
 class ServiceClient:
-    """Where a test asks."""
+    """A client that asks a service in this process."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.snapshot_manager = service, service.snapshot_manager
@@ -146,7 +146,7 @@ class ServiceClient:
             go.set()
 
     def settle(self) -> None:
-        """Until nothing is left to do."""
+        """Wait until nothing is left to do."""
         self.engine.call(lambda: None).result(WAIT_S)
         self.until(lambda: not self.engine.pending)
 

@@ -1,4 +1,4 @@
-"""How large the code is: lines by package, the largest files, functions and folders. `make check` prints it.
+"""Sizes of the code: lines by package, the largest files, functions and folders. `make check` prints them.
 
 The numbers are for people to judge; no test fails on them.
 """

@@ -39,7 +39,7 @@ class Store:
         return f"s3://bucket/{name}?endpoint_override=127.0.0.1:{self.port}&scheme=http"
 
     def folder(self, name: str, retry_s: float) -> Storage:
-        """Without pyarrow's own tries, which take six seconds."""
+        """Return a folder without pyarrow's own tries, which take six seconds."""
         once = pafs.AwsStandardS3RetryStrategy(max_attempts=1)
         host = f"127.0.0.1:{self.port}"
         filesystem = pafs.S3FileSystem(endpoint_override=host, scheme="http", retry_strategy=once)

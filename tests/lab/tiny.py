@@ -198,7 +198,7 @@ class Lab(runs.Lab):
 
 
 def work(prepared: Prepared, shared: SharedReader | None = None) -> None:
-    """What the one worker of a prepared run does, without Ray: whose run it is decides its claim."""
+    """Do the work of the one worker of a prepared run, without Ray; its claim decides whose run it is."""
     job = replace(job_of(prepared, RunOptions(in_process=Resources(1.0))), driver="driver")
     with in_process_worker():
         worker.work(job, worker.Worker(DistributedContext.alone(torch.device("cpu")), shared, restarts=True))

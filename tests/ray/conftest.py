@@ -1,4 +1,4 @@
-"""What tests need that start Ray."""
+"""Fixtures of the tests that start Ray."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class TrainingWorker:
 def test_training_workers_share_one_copy_of_frozen_adapters(
     snapshot: tuple[Bank, Snapshot], tmp_path: Path, where: str
 ) -> None:
-    """Of the bank, or of the run's own folder where it does not publish."""
+    """Workers share the adapters of the bank, or of the run's own folder where it does not publish."""
     bank, _ = snapshot
     frozen = packed({f"a{number}": adapter(number) for number in range(COUNT)})
     run, checkpoint = Storage.at(tmp_path / "run"), Checkpoint(0, 1, 1, {}, {})
@@ -236,7 +236,7 @@ def test_training_workers_share_one_copy_of_frozen_adapters(
 
 @pytest.mark.parametrize("capacity_mb", [None, 3.5])
 def test_verified_objects_are_read_once(snapshot: tuple[Bank, Snapshot], capacity_mb: float | None) -> None:
-    """By the cache actor, for all readers; objects without room are hashed too."""
+    """The cache actor reads them for all readers; objects without room are hashed too."""
     bank, opened = snapshot
     wanted = objects_of(opened)
     path = Path(bank.storage.path(opened.adapter("a9").tensors.file))

@@ -22,7 +22,7 @@ from raycl.bank.object_store import NAMESPACE, ObjectStoreCache
 from raycl.types import AdapterState
 
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500}
-"""How soon Ray sees that a node is lost: 5 checks that fail, every 3 s by default."""
+"""Settings by which Ray soon sees that a node is lost: 5 checks that fail, every 3 s by default."""
 
 TRIES = 30
 """Ray places the cache actor on either node by chance; the test needs it on the one that will be lost."""

@@ -183,7 +183,7 @@ def test_ingresses_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_pa
 
 
 def kill_one_of_two() -> None:
-    """Of the replicas with the model."""
+    """Kill one of the two replicas with the model."""
     replicas = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "#endpoint#" in actor["name"]]
     assert len(replicas) == 2
     ray.kill(ray.get_actor(replicas[0]["name"], namespace=replicas[0]["namespace"]))

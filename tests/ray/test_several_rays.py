@@ -79,7 +79,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def asked(port: int) -> int:
-    """Return the status of a text's answer; 0: nobody listens."""
+    """Return the status of a text's answer; 0: no process listens."""
     body = json.dumps({"input": "fire is warm"}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/classify", body, {"Content-Type": "application/json"}, method="POST"
@@ -208,7 +208,7 @@ def free_port() -> int:
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
-    """Where an endpoint says that it answers, once it does."""
+    """Return the address at which an endpoint says that it answers, once it does."""
     end = time.monotonic() + 180
     while True:
         said = process.said.read_text()  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -125,7 +125,7 @@ def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
-    """On two workers under DeepSpeed."""
+    """A submitted run ends with results on two workers under DeepSpeed."""
     small = ["stream.tasks=[topic,sentiment]", "stream.train_rows=16", "stream.test_rows=10", "train.epochs=1"]
     small += ["launch.workers=2", "engine=deepspeed"]
     done = submit(head, *small, f"output.dir={tmp_path}", "output.name=submitted")

@@ -61,7 +61,7 @@ def reached(sweep_folder: SweepFolder) -> dict[int, int]:
 
 
 def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 200) -> None:
-    """Until it is so, or the process has ended."""
+    """Wait until `ready`, or until the process has ended."""
     end = time.monotonic() + seconds
     while not ready() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -155,7 +155,7 @@ def test_a_failed_trial_is_retried_and_then_reported(swept: Swept) -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_first_task_is_learned_once(swept: Swept, lab: Lab, tmp_path: Path, number: int) -> None:
-    """And the trial is the run alone, bit for bit: in a process that another one has left, or killed and moved."""
+    """The trial is the run alone, bit for bit, in a process that another one has left, or that was killed and moved."""
     assert [swept.row(trial)["forked_tasks"] for trial in (0, 1, 2)] == [0, 1, 1]
     trial = swept.place.run(number)
     assert_as_if_alone(trial, tmp_path)

@@ -38,7 +38,7 @@ from raycl.training.records.progress import read_trace
 from raycl.training.setup import run_config
 
 pytestmark = [pytest.mark.usefixtures("s3_uri", "site", "ray_cluster"), pytest.mark.timeout(900)]
-"""In this order: the cluster's workers take the store's credentials and their path from the environment."""
+"""The order counts: the cluster's workers take the store's credentials and their path from the environment."""
 
 REPO = Path(__file__).resolve().parents[2]
 DASHBOARD = OWN_CLUSTER = True
@@ -202,7 +202,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
 
 
 def assert_stopped_by_ctrl_c(storage: Storage, driver: subprocess.Popen[str]) -> None:
-    """After a hang in attempt 3; the newest checkpoint is of the very last step."""
+    """Check a run after a hang in attempt 3; the newest checkpoint is of the very last step."""
     _, said = driver.communicate(timeout=280)
     assert driver.returncode == 130 and "Traceback" not in said, said
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
@@ -244,7 +244,7 @@ def test_more_workers_than_the_cluster_can_give(small: Path, tmp_path: Path) -> 
 def test_a_newer_driver_takes_over_and_the_older_stops(
     small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """On one worker: as it is learned in this process, without Ray."""
+    """A run on one worker is taken over, and ends as it does in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
     launched = ["launch.workers=1", "launch.cpus_per_worker=1"]
     overrides = [*launched, 'train.epochs_by_task={"colour":20,"animal":2}']

@@ -136,7 +136,7 @@ def both_learn(file: Path, attempt: int, process: subprocess.Popen[str]) -> bool
 def test_signals_write_checkpoints_and_the_same_command_continues(
     lab: Lab, tmp_path: Path, compare: Callable[[Path], subprocess.Popen[str]]
 ) -> None:
-    """As many runs at a time as the cluster holds: two. The third has not begun when SIGTERM and then Ctrl-C come."""
+    """Two runs train at a time, as the cluster holds; the third has not begun when SIGTERM and then Ctrl-C come."""
     file = written(lab, tmp_path, {"a": LONG, "b": [*LONG, "method.r=2"], "c": []})
     for attempt, (number, status) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], 1):
         process = compare(file)
@@ -156,7 +156,7 @@ def test_signals_write_checkpoints_and_the_same_command_continues(
 
 
 def test_workers_write_what_one_process_writes(lab: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On hub data and files, resumed part by part; an error of a worker is the sentence that one process gives."""
+    """Hub data and files are resumed part by part; an error of a worker is the sentence that one process gives."""
     bank = run(lab.config("bert", "slm"), Storage.at(tmp_path / "run")).storage.sub("bank").uri
     texts = [text for text, _ in ROWS]
     (tmp_path / "data").mkdir()

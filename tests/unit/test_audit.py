@@ -135,7 +135,7 @@ def test_a_source_that_knows_advisories_is_asked_about_what_is_pinned(
 
 
 def test_a_report_without_vulnerabilities_is_of_no_source() -> None:
-    """As a mirror gives it that knows packages and no advisories."""
+    """A mirror that knows packages and no advisories gives such a report."""
     known = {"name": "jinja2", "version": "2.10", "vulns": [{"id": "PYSEC-2019-217"}]}
     assert audit.is_source(json.dumps({"dependencies": [known]}))
     assert not audit.is_source(json.dumps({"dependencies": [{**known, "vulns": []}]}))

@@ -33,7 +33,7 @@ def tree(name: str) -> Any:
 def commands(text: str) -> list[list[str]]:
     """Return the arguments of every `jobs/*.py` in a text, up to the end of the line (joined lines count as one)."""
     joined = re.sub(r"\\\n", " ", text)
-    joined = re.sub(r"(?<=\S)\n(?=\s+[a-z_]+\.[a-z_]+=)", " ", joined)  # folded YAML goes on with overrides
+    joined = re.sub(r"(?<=\S)\n(?=\s+[a-z_]+\.[a-z_]+=)", " ", joined)  # folded YAML continues with overrides
     return [shlex.split(match, comments=True) for match in re.findall(r"jobs/\w+\.py[^\n`]*", joined)]
 
 
@@ -170,7 +170,7 @@ def test_the_readme_names_every_file() -> None:
 
 
 def test_serve_files_fit_rays_schema_and_our_settings() -> None:
-    """What `serve deploy` and KubeRay read: Ray's own schema, and every argument a setting of the endpoint."""
+    """`serve deploy` and KubeRay read files that fit Ray's schema; every argument is a setting of the endpoint."""
     from ray.serve.schema import ServeDeploySchema
 
     from raycl import config

@@ -346,7 +346,7 @@ def test_a_relative_bank_is_in_the_folder_of_the_command(monkeypatch: pytest.Mon
 def test_a_file_reads_no_environment_variable_that_the_command_does_not_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Else a stranger's config could send a key to an address."""
+    """Otherwise a stranger's config could send a key to an address."""
     monkeypatch.setenv("A_KEY", "k3y")
     path = written(tmp_path, f"seed: A_KEY\nkind: env\noutput: {{dir: '{text}'}}")
     with pytest.raises(ConfigError, match=r"the environment variable 'A_KEY'.*or add --allow-env A_KEY") as refused:

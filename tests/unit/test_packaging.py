@@ -54,7 +54,7 @@ def test_what_ray_serve_requires_is_named_without_the_gpl_proxy() -> None:
 
 
 def test_the_table_of_licenses_has_what_is_pinned() -> None:
-    """Of what is installed as pinned (the notebook's packages may not be), it has what the packages name."""
+    """It has the licenses that installed packages name, if installed as pinned (the notebook's may not be)."""
     pinned, rows = licenses.pinned(), licenses.rows(licenses.PAGE.read_text())
     assert {name: row.split(" | ")[0:2] for name, row in rows.items()} == {
         name: [f"| {shown}", version] for name, (shown, version) in pinned.items()

@@ -1,4 +1,4 @@
-"""What packages add: found by name, refused in one sentence, and never in the way of a run without it."""
+"""Tests of what packages add: found by name, refused in one sentence, and never in the way of a run without it."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_an_order_has_the_name_that_it_is_installed_under(tmp_path: Path, monkey
 
 
 def test_built_in_names_read_no_entry_points() -> None:
-    """In a process of its own: the default run, `--help` and every built-in method."""
+    """The default run and every built-in method read none, in a process of its own."""
     code = (
         "import raycl.plugins; raycl.plugins.distributions = None\n"
         "from raycl.training.setup.run_config import load_config, plugins_of\n"

@@ -41,7 +41,7 @@ TUTORIALS = sorted([*REPO.glob("docs/tutorials/*.md"), *REPO.glob("docs/coming-f
 PAGES = [*(REPO / name for name in TOP), *sorted(REPO.glob("docs/**/*.md"))]
 HEADED = [path for folder in ("jobs/configs", "sweeps", "cluster") for path in sorted((REPO / folder).glob("**/*"))]
 OF_RECIPES = ("method=anchored", "modifiers=[scale]", "train.optimizer=nesterov", "format: piped")
-"""What needs the package of docs/extending: only the words of these commands are checked."""
+"""Words that need the package of docs/extending: only the words of these commands are checked."""
 
 SPAN = re.compile(r"`((?:raycl |python |make |ray |serve (?:run|deploy)|kubectl |export |sbatch |pip install )[^`]+)`")
 HEADS = (
@@ -224,7 +224,7 @@ CHECKS: dict[str, Callable[[list[str]], object]] = {
     "bank": bank,
     "serve": serve,
 }
-"""Of commands whose files and settings are looked at too."""
+"""The checks of commands whose files and settings are looked at too."""
 
 
 def by_raycl(words: list[str]) -> None:

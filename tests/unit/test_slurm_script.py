@@ -181,7 +181,7 @@ def test_every_start_works_on_the_same_run(job: Job) -> None:
 
 
 def test_slurm_sends_the_signal_to_the_script_in_time() -> None:
-    """Before the time limit: after `launch.grace_s` the driver still has to end, and the requeue to be called."""
+    """The signal leaves time before the limit: after `launch.grace_s` the driver has to end and the requeue to run."""
     from raycl.training.definition.settings import LaunchConfig
 
     options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")]

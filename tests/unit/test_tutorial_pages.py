@@ -1,4 +1,4 @@
-"""How a tutorial is run as printed: which blocks are commands, files and output, and when output counts as the same."""
+"""Tests of tutorials run as printed: which blocks are commands, files and output, and which output is the same."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_a_server_is_up_before_the_next_line_and_ended_with_the_page(tmp_path: P
     page.write_text("```sh\npython server.py &\nkill -0 $(cat pid)\n```\n")
     run_page(page, tmp_path)
     ended = int((tmp_path / "pid").read_text())
-    left = time.monotonic() + 10  # its parent is gone too, and whoever inherits it may be late to collect it
+    left = time.monotonic() + 10  # its parent is gone too, and the process that inherits it may collect it late
     while psutil.pid_exists(ended) and psutil.Process(ended).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < left, "the server goes on after its page"
+        assert time.monotonic() < left, "the server still runs after its page"
         time.sleep(0.02)
 
 

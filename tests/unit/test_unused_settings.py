@@ -150,7 +150,7 @@ def model(folder: Path, kind: str) -> str:
 def test_a_setting_that_the_backbones_kind_does_not_use(
     kind: str, override: str, why: str, before: list[str], tmp_path: Path
 ) -> None:
-    """And the same setting is taken where the backbone is of a kind that reads it."""
+    """A setting that is refused is taken where the backbone is of a kind that reads it."""
     name = model(tmp_path, kind)
     with pytest.raises(ConfigError, match=rf"{override} acts on nothing beside .*{why}.*: leave it out, or change"):
         load_config(None, [*before, override, f"backbone.name={name}"])

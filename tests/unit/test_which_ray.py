@@ -1,4 +1,4 @@
-"""Which Ray a command works on: the one that is named, never one that is just there."""
+"""Tests of the Ray that a command works on: the one that is named, never one that is just there."""
 
 from __future__ import annotations
 

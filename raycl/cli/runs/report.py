@@ -1,7 +1,7 @@
 """Print matrices, routing, attention, kept rows, a comparison of finished runs and its verdicts; also as pictures.
 
 Runs that differ in their seeds alone have one matrix: mean ± standard deviation. Verdicts say which methods are better
-or worse than a reference, by default the one with the highest AP, and what cannot be told.
+or worse than a reference, by default the one with the highest AP, and what the runs do not decide.
 
 raycl report runs/sapt runs/lora
 raycl report runs --png matrices.png --latex tables.tex

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 HUB = "hf://"
 SQL = "sql:"
-"""In front of the connection URI of a database, whose tables or queries are splits."""
+"""The prefix of the connection URI of a database, whose tables or queries are splits."""
 ARROW = ".arrow"
 CARDS = ("README.md", ".huggingface.yaml")
 """Files of a dataset that may say which files hold its splits."""

@@ -1,1 +1,1 @@
-"""Which method fits a case, by the measured comparisons and by what methods declare."""
+"""Advice on which method fits a case, by the measured comparisons and by what methods declare."""

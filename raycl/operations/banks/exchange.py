@@ -122,7 +122,7 @@ def export_merged(state: AdapterState, metadata: CardMetadata, backbone: Backbon
 
     Raises:
         AdapterError: it does not fit, or is no plain LoRA. BankError: the backbone is quantized. BackboneError: it
-            shares weights that cannot be told apart (`untie`).
+            shares weights that cannot be separated (`untie`).
     """
     if backbone.quantization != "none":
         raise BankError(

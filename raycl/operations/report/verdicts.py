@@ -1,4 +1,4 @@
-"""Verdicts: which method of a comparison is better than a reference, by its runs alone, and what cannot be told."""
+"""Verdicts: which method of a comparison is better than a reference, by its runs alone, and what they do not decide."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def what_could_tell(self) -> str:
-        """Return the number of seeds that could tell, in words; empty where the verdict is told."""
+        """Return the number of seeds that could decide, in words; empty where the verdict is decided."""
         if self.word != "cannot be told":
             return ""
         if self.difference is None:

@@ -27,7 +27,7 @@ OOD_CLASSES = 10
 """Classes of out-of-distribution scores, of equal width from 0 to 1."""
 
 MOST_TASKS, OTHERS = 64, "others"
-"""Tasks that an interval tells apart; weights of further ones are summed under this name."""
+"""Tasks that an interval counts one by one; weights of further ones are summed under this name."""
 
 
 @dataclass

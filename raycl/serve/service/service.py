@@ -113,7 +113,7 @@ class Service:
 
     @property
     def problem(self) -> str:
-        """Why the newest snapshot does not answer although it should, or might; "" where nothing is wrong."""
+        """The reason why the newest snapshot does not answer although it should or might; "" where nothing is wrong."""
         return self.snapshot_manager.problem or self.gate_problem or self.snapshot_manager.rejection
 
     @property

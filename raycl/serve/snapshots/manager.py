@@ -33,7 +33,7 @@ DECISIONS = 8
 """Decisions that the endpoint lists."""
 
 LONGEST_S = 30.0
-"""Between two looks at a snapshot that could not be used."""
+"""The longest time between two looks at a snapshot that could not be used."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raycl.training.workers.distributed import DistributedContext
 
 BUCKET_BYTES = 25 * 2**20
-"""At least so many bytes are summed in one collective, as in torch's DistributedDataParallel."""
+"""The number of bytes that are at least summed in one collective, as in torch's DistributedDataParallel."""
 
 
 @dataclass

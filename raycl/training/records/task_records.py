@@ -25,7 +25,7 @@ from raycl.types import Phase
 
 @dataclass(frozen=True)
 class TaskRecords:
-    """What the journal of a task's own folder says.
+    """The records in the journal of a task's own folder.
 
     Attributes:
         storage: the folder. state: state of its journal.

@@ -71,7 +71,7 @@ class HostStop:
 
     @property
     def reason(self) -> str:
-        """Why they are to stop; "": there is no request, or the storage does not answer."""
+        """The reason of the request to stop; "": there is no request, or the storage does not answer."""
         try:
             stop = stop_of(Storage.at(self.folder), self.driver)
         except UnreachableError:

@@ -51,7 +51,7 @@ def test_heads_are_mixed_as_probabilities() -> None:
     )
     torch.testing.assert_close(scores[0].exp(), expected)
     torch.testing.assert_close(scores[1].exp(), torch.cat([own["one"][1], torch.zeros(1)]))
-    assert bool((scores[2] == -torch.inf).all()), "nobody speaks, so nothing is known"
+    assert bool((scores[2] == -torch.inf).all()), "no adapter is active, so no label is known"
     with stack.activate(None):
         assert bool((head(pooled) == -torch.inf).all())
 
@@ -142,7 +142,7 @@ TEXTS = ["the sea is cold", "it purrs", "a dog barks much very"]
 @pytest.mark.parametrize("how", ["sum", "concat"])
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 def test_prompts_are_mixed_per_example(lab: Lab, kind: str, how: str) -> None:
-    """A row in a batch equals the row alone; a row for which nobody speaks is the bare backbone's."""
+    """A row in a batch equals the row alone; a row without weights is the bare backbone's."""
     backbone, stack = prompted(lab, kind, how)
     weights = torch.tensor([[0.6, 0.4], [0.0, 0.0], [0.0, 1.0]])
 
@@ -262,7 +262,7 @@ def test_the_length_of_a_sum_stays_and_prompts_that_cannot_be_mixed_are_refused(
 
 
 def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:
-    """That of their names: which adapter a batch names first depends on the other texts in it."""
+    """It is the order of their names: which adapter a batch names first depends on the other texts in it."""
     backbone, stack = prompted(lab, "bert", "concat")
     prefix, collected = backbone.prefix, []
     assert isinstance(prefix, MixedPrompts)
@@ -279,7 +279,7 @@ def test_concatenated_prompts_have_an_order_of_their_own(lab: Lab) -> None:
 
 
 def test_concatenated_prompts_stand_behind_the_sum_of_the_others(lab: Lab) -> None:
-    """What an example does not have is padded on the left, and costs nothing where no example has it."""
+    """A prompt that an example does not have is padded on the left, and costs nothing where no example has it."""
     backbone, stack = prompted(lab, "bert", "sum")
     for seed, (name, length) in enumerate((("c", 2), ("d", 1))):
         prompt = torch.randn(length, 32, generator=torch.Generator().manual_seed(10 + seed))

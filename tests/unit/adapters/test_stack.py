@@ -138,7 +138,7 @@ def test_both_kernels_give_the_same_result(activation: Activation) -> None:
 
 @each_activation
 def test_gradients_are_exact(activation: Activation) -> None:
-    """To live adapters, to the weights and to x; none to those that are resident."""
+    """Gradients reach live adapters, the weights and x, and no resident adapters."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5)).double()
     stack = AdapterStack(net, ["0"], activation=activation)
@@ -230,7 +230,7 @@ def test_the_mixture_belongs_to_the_encoder_output() -> None:
 
 
 def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use() -> None:
-    """As in a run that was resumed: rows are given out in the order of use, sums are in the order of loading."""
+    """As in a run that was resumed, rows are given out in the order of use, and sums are in the order of loading."""
     model, stack, states = stacked("bert")
     other, later, _ = stacked("bert")
     for name, held in states.items():
@@ -300,7 +300,7 @@ def test_a_bank_larger_than_the_device() -> None:
     stack.table.pin("47")
     with stack.activate(Mixture(("0", "49"), torch.ones(1, 2))):
         pass
-    assert set(stack.states) == {"47", "49", "0"}, "48 was the only one that nobody held or used"
+    assert set(stack.states) == {"47", "49", "0"}, "48 was the only one that was neither held nor used"
     assert asked.count("49") == 1
     three = Mixture(("49", "0", "1"), torch.ones(1, 3))
     with pytest.raises(AdapterError, match=r"needs 2 rows.*leave 0 of 6"), stack.activate(three):

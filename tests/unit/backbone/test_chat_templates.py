@@ -266,7 +266,7 @@ def test_a_template_is_a_file_or_chatml_and_is_kept_itself(tmp_path: Path) -> No
 
 
 def test_a_record_names_no_file_and_no_other_file_is_taken_for_a_template(tmp_path: Path) -> None:
-    """What is read is copied into the bank."""
+    """A template that is read is copied into the bank, so a file of another name or size is refused."""
     (tmp_path / "secret.txt").write_text("k3y")
     (tmp_path / "large.jinja").write_text("k3y" * 2**19)
     for name in ("secret.txt", "large.jinja"):

@@ -1,4 +1,4 @@
-"""What is fetched of a hub model, from a real server: files that loading reads, all of one commit."""
+"""Tests of what is fetched of a hub model, from a real server: files that loading reads, all of one commit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_model_that_the_hub_lacks(hub: Hub) -> None:
 
 def test_a_hub_that_does_not_answer_is_one_sentence_at_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its library would ask again and again."""
-    with socket.socket() as taken:  # bound, and listening to nobody
+    with socket.socket() as taken:  # bound, and not listening
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(BackboneError, match=r"it is not on this machine, and 127\.0\.0\.1 does not answer"):

@@ -252,7 +252,7 @@ def test_commands(bank: Bank, command: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("kind", ["branch", "endpoint"])
 def test_a_lost_newest_record_brings_no_older_one_back(bank: Bank, kind: str) -> None:
-    """Of a branch's moves, and of the decisions of the endpoints that follow it."""
+    """This holds for a branch's moves, and for the decisions of the endpoints that follow it."""
     first = child(bank, "a")
     second, branch, decisions = child(bank, "b", first), Branch(bank), Activations(bank)
     for snapshot in (first, second):
@@ -311,7 +311,7 @@ def test_a_strangers_note_with_a_right_hash_is_checked(bank: Bank) -> None:
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other"])
 def test_verify_reads_leases(bank: Bank, damage: str) -> None:
-    """So that a damaged one is known before prune is refused."""
+    """`verify` reads leases, so that a damaged one is known before prune is refused."""
     Branch(bank).advance(child(bank, "a"), "run")
     hold_lease(bank.storage, "/runs/mine", [1])
     (file,) = bank.storage.files("leases")

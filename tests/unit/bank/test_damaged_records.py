@@ -286,7 +286,7 @@ def test_what_a_strangers_journal_adds_up_to_is_checked(
 
 
 def test_a_snapshot_is_younger_than_its_parent(written: Storage) -> None:
-    """Else walks over parents (log, prune, ancestors) might never end."""
+    """Otherwise walks over parents (log, prune, ancestors) might never end."""
     bank = Bank(written.sub("bank"))
     path = Path(written.path(RECORDS["snapshot"].file))
     whole = path.read_bytes()
@@ -298,7 +298,7 @@ def test_a_snapshot_is_younger_than_its_parent(written: Storage) -> None:
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    """Reading a pipe that nobody writes to, or a device, would never end."""
+    """Reading a pipe without a writer, or a device, would never end."""
     storage = Storage.at(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")

@@ -1,4 +1,4 @@
-"""What the checkpoint benchmark counts: memory that is taken, whatever was freed before; its runs are valid."""
+"""Tests of what the checkpoint benchmark counts: memory in use, whatever was freed before; its runs are valid."""
 
 from __future__ import annotations
 

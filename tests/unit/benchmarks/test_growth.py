@@ -1,4 +1,4 @@
-"""What a growing bank costs is held against a limit, and what sharp attention leaves out is counted."""
+"""Tests that a growing bank's cost is held against a limit, and that what sharp attention leaves out is counted."""
 
 from __future__ import annotations
 

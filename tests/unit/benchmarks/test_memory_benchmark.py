@@ -1,4 +1,4 @@
-"""What the memory benchmark counts: a command and its descendants, shared pages once."""
+"""Tests of what the memory benchmark counts: a command and its descendants, shared pages once."""
 
 from __future__ import annotations
 

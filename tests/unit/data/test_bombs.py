@@ -38,7 +38,7 @@ MEBIBYTE = "x" * (1 << 20)
 
 
 def read_apart(files: list[Path], **limits: int) -> dict[str, str | int]:
-    """By the name of each file the sentence that it is refused with, or the number of its rows."""
+    """Return for each file's name the sentence that it is refused with, or the number of its rows."""
     command = [sys.executable, "-c", READ, json.dumps(limits), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

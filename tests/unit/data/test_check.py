@@ -1,4 +1,4 @@
-"""What `raycl data check` says of data: counts, lengths and duplicates, and the mistakes that it warns of."""
+"""Tests of what `raycl data check` says of data: counts, lengths and duplicates, and the mistakes that it warns of."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_references_first_or_one_at_random(write_task: WriteTask, codec: MiniLMC
 
 
 def test_own_tasks_without_a_name_for_their_stream_name_it(write_task: WriteTask, tmp_path: Path) -> None:
-    """In results, on pages, and in the name of a run's folder."""
+    """The tasks name it in results, on pages, and in the name of a run's folder."""
     write_task("agnews", news(20), news(4))
     own = [TaskSpec(name=name, path=str(write_task(name, news(20), news(4)) / name)) for name in ("tickets", "tone")]
     many = tuple(TaskSpec(name=f"department-{number}", path=own[0].path) for number in range(4))
@@ -298,7 +298,7 @@ REAL = ("long-A", "superni-1")
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Of one to four turns each."""
+    """Return conversations of one to four turns each."""
     return [
         {
             "messages": [

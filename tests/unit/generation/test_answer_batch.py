@@ -112,7 +112,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
 def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str, part: int
 ) -> None:
-    """In parts of any length; a suffix stands behind the text, and nothing before it depends on it."""
+    """Prompts are read in parts of any length; a suffix stands behind the text, and nothing before it depends on it."""
     backbone, stack = with_adapters("llama", tmp_path, prompts)
     monkeypatch.setattr(dynamic_cache, "PART", part)
     ids = backbone.codec.encode_source([SOURCES[1]])[0]
@@ -161,7 +161,7 @@ def test_each_end_token_of_the_model_ends_an_answer(kind: str, is_special: bool,
 def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those whose rows cannot join a running batch, or have no text to generate."""
+    """Models whose rows cannot join a running batch, or that have no text to generate, use it too."""
     for kind, expected in (("llama", True), ("t5", True), ("bert", False)):
         config = BackboneConfig(name=str(save_model(kind, tmp_path / kind)))
         backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0)
@@ -201,7 +201,7 @@ def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, tmp_pat
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, tmp_path: Path) -> None:
-    """With the logits, keys and values that it has when it reads all."""
+    """The block has the logits, keys and values that it has when it reads all positions."""
     config = BackboneConfig(name=str(save_model(kind, tmp_path)))
     backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
     seen: list[int] = []
@@ -234,7 +234,7 @@ def test_a_step_copies_no_keys_to_begin_with(tmp_path: Path) -> None:
 
 
 def test_attention_of_inference_is_that_of_serving(lab: Lab) -> None:
-    """In bfloat16 on a CPU, training has another one."""
+    """Inference has the attention of serving; in bfloat16 on a CPU, training has another one."""
     world = DistributedContext.alone(torch.device("cpu"))
     collected = []
     for attention in ("auto", "eager"):

@@ -99,7 +99,7 @@ def test_a_reused_slot_keeps_no_state(tmp_path: Path) -> None:
 
 
 def test_models_without_graph_capture_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As here, where there is no GPU to capture on."""
+    """Models are decoded without graph capture, as here, where there is no GPU to capture on."""
     backbone = loaded("llama", tmp_path)
     source = backbone.codec.encode_source([TEXTS[1]])
     slots = StaticKVCache(backbone, 2).joined(begin(backbone, source))
@@ -111,7 +111,7 @@ def test_models_without_graph_capture_are_decoded(tmp_path: Path, caplog: pytest
 
 
 def test_a_step_that_fails_before_capture_is_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its stream still does would else run beside the uncaptured step that follows, on the same caches."""
+    """Without that, work of its stream would run beside the uncaptured step that follows, on the same caches."""
     waits: list[tuple[str, str]] = []
 
     class Stream:

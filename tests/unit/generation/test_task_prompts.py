@@ -1,4 +1,4 @@
-"""How texts are read that come without their task."""
+"""Tests of how texts are read that come without their task."""
 
 from __future__ import annotations
 

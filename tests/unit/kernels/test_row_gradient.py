@@ -32,7 +32,7 @@ def chosen(rows: Tensor = ROWS, outputs: int = 10, width: int | None = None) -> 
 
 
 def gradients(layer: nn.Linear, x: Tensor, run: Any = None) -> list[Tensor]:
-    """Of x, weight and bias, under a loss that weighs every output differently."""
+    """Return the gradients of x, weight and bias, under a loss that weighs every output differently."""
     layer.zero_grad()
     x = x.detach().requires_grad_(True)
     y = layer(x) if run is None else run(layer, x)
@@ -79,7 +79,7 @@ def test_the_choice_may_come_after_the_forward_pass_and_none_means_all() -> None
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("width", [1, 4, 8, 16])
 def test_a_width_forms_other_rows_too_and_drops_them(width: int, known: bool) -> None:
-    """As on a GPU; the memory is taken in turn, by more and by fewer rows."""
+    """Rows are formed as on a GPU; the memory is taken in turn, by more and by fewer rows."""
     draw, products = torch.Generator().manual_seed(0), Products()
     g, x = torch.randn(7, 13, generator=draw), torch.randn(7, 5, generator=draw)
     for count in (5, 13, 1, 0, 6, 5):

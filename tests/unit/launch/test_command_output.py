@@ -1,4 +1,4 @@
-"""What commands print besides their result: bars and colour on a terminal, lines elsewhere, nothing with --quiet."""
+"""Tests of command output besides results: bars and colour on a terminal, lines elsewhere, nothing with --quiet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers the nodes of a cluster hold, and what each of them gets."""
+"""Tests of how many workers the nodes of a cluster hold, and what each of them gets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_worker_that_fits_no_node_is_refused(nodes: None) -> None:
     indirect=["nodes"],
 )
 def test_runs_at_a_time(nodes: None, launch: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a cluster that is named holds, one on a Ray of the command's own."""
+    """A named cluster has as many runs as it holds, and a Ray of the command's own has one."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert runs_held([config(**launch)]) == 1
     assert runs_held([config(**launch, address="head:6379")]) == count

@@ -24,7 +24,7 @@ AGEM = {"name": "agem", "share": 0.5, "batch": 4}
 
 
 def projected(g: list[float], r: list[float]) -> list[float]:
-    """Of vectors whose entries are parameters of their own: the projection is that of the whole vector."""
+    """Return the projection of vectors whose entries are parameters of their own: it is that of the whole vector."""
     gradients, reference = ({str(index): torch.tensor([float(v)]) for index, v in enumerate(item)} for item in (g, r))
     result = project(gradients, reference)
     assert all(value.dtype == torch.float32 for value in result.values())
@@ -82,7 +82,7 @@ def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> N
 def test_no_step_goes_against_the_earlier_tasks(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
 ) -> None:
-    """What the optimizer is given has no negative product with the reference gradient, and sometimes had one."""
+    """The optimizer's gradients have no negative product with the reference gradient, and sometimes had one before."""
     products: list[tuple[float, float]] = []
 
     def observe_forward(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, Tensor]:

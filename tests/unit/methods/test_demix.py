@@ -64,7 +64,7 @@ def test_a_task_begins_as_the_earlier_adapter_with_the_lowest_loss(lab: Lab, kin
 
 
 def losses_of(method: Demix, context: TrainingContext) -> dict[str, float]:
-    """Of each earlier adapter on the rows of the third task."""
+    """Return the loss of each earlier adapter on the rows of the third task."""
     data, losses = PhaseData(context, context.phases[2], WORLD), {}
     for name in ("colour", "animal"):
         method._compared = name

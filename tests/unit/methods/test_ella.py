@@ -23,7 +23,7 @@ Array = NDArray[np.float64]
 
 
 def third_task(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[Ella, TrainingContext]:
-    """At the beginning of a third task, with two adapters and a new one of random numbers."""
+    """Return the beginning of a third task, with two adapters and a new one of random numbers."""
     context, _ = build(lab.config(kind, {"name": "ella", **settings}), WORLD)
     assert isinstance(context.method, Ella)
     torch.manual_seed(1)

@@ -45,7 +45,7 @@ def trained(context: TrainingContext, index: int) -> None:
 
 
 def covariances(count: int, inputs: int = 12, rank: int = 5) -> list[Array]:
-    """Of tasks whose inputs lie in a few directions each, of falling strength."""
+    """Return covariances of tasks whose inputs lie in a few directions each, of falling strength."""
     draw = np.random.default_rng(3)
     collected = []
     for _ in range(count):

@@ -56,7 +56,7 @@ def rows_of(context: TrainingContext, rows: int = 5) -> Batch:
 
 
 def second_phase(context: TrainingContext, change: float = 0.3) -> Batch:
-    """In the second task, with a prompt that differs from the one before: two rows of each, and a fill-up."""
+    """Return a batch of the second task, whose prompt differs from the one before: two rows of each, and a fill-up."""
     first = begin_phase(context)
     end_phase(context, first)
     begin_phase(context, 1)
@@ -240,7 +240,7 @@ def test_what_the_prompt_writes_is_trained_on_and_kept(lab: Lab, kind: str, monk
 
 
 def test_a_model_that_learned_to_write_writes_samples(lab: Lab) -> None:
-    """Through generation itself, with the default penalty."""
+    """It writes through generation itself, with the default penalty."""
     context = started(lab, "llama", source="generated")
     method, backbone = method_of(context), context.backbone
     form, task = SampleFormat(backbone.codec, 20), context.stream.tasks[0]

@@ -58,7 +58,7 @@ def move(context: TrainingContext, labels: tuple[str, ...] = ()) -> None:
 
 
 def outputs(method: Lwf, context: TrainingContext, batch: Batch) -> tuple[Output, Tensor]:
-    """Of the present model, and the penalty, as a training step computes them."""
+    """Return the output of the present model, and the penalty, as a training step computes them."""
     with activate_batch(method, batch):
         output = context.backbone(batch)
         penalty = method.penalty(batch, output)
@@ -70,7 +70,7 @@ def outputs(method: Lwf, context: TrainingContext, batch: Batch) -> tuple[Output
 @pytest.mark.parametrize("learner", ["lora", "finetune", "olora", {"name": "l2p", "pull": 0.0}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_old_model_answers_as_before_the_task(lab: Lab, kind: str, learner: Any) -> None:
-    """By a whole copy of the logits before anything moves; parameters and their gradients are untouched."""
+    """The penalty is checked by a copy of the logits before anything moves; parameters and gradients are untouched."""
     method, context, batch = begun(lab, kind, learner=learner)
     with torch.no_grad(), activate_batch(method, batch):
         before = context.backbone(batch).logits
@@ -142,7 +142,7 @@ def store(folder: Path) -> Storage:
 
 @torch.no_grad()
 def scores(lab: Lab, context: TrainingContext) -> Tensor:
-    """Of the first task's labels on the second task's texts."""
+    """Return the scores of the first task's labels on the second task's texts."""
     both, _ = build(lab.config("bert"), WORLD)
     codec = context.backbone.codec
     table = both.stream.table(both.stream.tasks[1], "train", codec)

@@ -61,7 +61,7 @@ def weights(context: TrainingContext) -> dict[str, Tensor]:
 
 
 def logits(context: TrainingContext, batch: Batch) -> Tensor:
-    """Of the one example, as it would be answered now."""
+    """Return the logits of the one example, as it would be answered now."""
     with torch.no_grad(), activate_batch(context.method, batch):
         if context.backbone.head is not None:
             return context.backbone.score_labels(batch)[0]
@@ -95,7 +95,7 @@ def test_the_nearest_keys_by_euclidean_distance(lab: Lab) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 100.0], ids=["spread", "far from zero"])
 def test_neighbours_are_those_of_the_direct_distance(lab: Lab, offset: float) -> None:
-    """Also where keys are close to each other and far from zero, as BERT's are, and the expanded square is rounded."""
+    """They are so for close keys far from zero too, as BERT's are, where the expanded square is rounded."""
     backbone = build(lab.config("t5", "lora"), WORLD)[0].backbone
     draw = torch.Generator().manual_seed(1)
     keys, queries = (offset + torch.randn(n, 48, generator=draw) for n in (500, 20))

@@ -1,4 +1,4 @@
-"""What each method makes live, what it forgets at a new task, and what it exports."""
+"""Tests of what each method makes live, what it forgets at a new task, and what it exports."""
 
 from __future__ import annotations
 

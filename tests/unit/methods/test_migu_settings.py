@@ -295,7 +295,7 @@ def test_the_training_context_has_the_modifiers(lab: Lab) -> None:
     [("ffn.in", "wi"), ("ffn.out", "wo"), ("attention.query", "q"), ("attention.key", "k"), ("attention.out", "o")],
 )
 def test_one_kind_of_layer_can_be_masked_alone(lab: Lab, layer: str, end: str) -> None:
-    """As in table 5 of the paper."""
+    """One kind of layer can be masked alone, as in table 5 of the paper."""
     started = Started(lab, "t5", layers=[layer])
     names = list(started.migu._layout.rows)
     before = started.values()

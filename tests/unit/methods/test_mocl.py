@@ -162,7 +162,7 @@ def test_only_the_newest_module_and_key_are_trained(lab: Lab, kind: str, value: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_texts_weights_are_the_cosines_of_its_own_mean_state(lab: Lab, kind: str) -> None:
-    """By hand, with padding beside it; the bare model's states, whatever was learned."""
+    """Weights are computed by hand, with padding beside the text; states are the bare model's, whatever was learned."""
     method, context = second_task(lab, kind)
     context.backbone.eval()
     batch = batch_of(context)
@@ -260,7 +260,7 @@ def test_served_texts_get_the_weights_and_answers_of_the_run(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_scores_as_the_run_did_where_tasks_are_given(complete: Complete, tmp_path: Path, kind: str) -> None:
-    """And a task that is forgotten takes its key with it."""
+    """A snapshot scores as the run did, and a task that is forgotten takes its key with it."""
     done = complete(kind, "mocl-task-id", "torch")
     bank = Bank(done.copy(tmp_path).sub("bank"))
     newest = bank.newest()

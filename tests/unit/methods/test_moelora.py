@@ -137,7 +137,7 @@ def test_objectives_that_cannot_be_are_refused(lab: Lab) -> None:
 def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
     taught: Taught, tmp_path: Path, kind: str, decoding: str
 ) -> None:
-    """Also those that are routed while others are decoded, whose adapters are no part of what the router reads."""
+    """They get it while others are decoded too, whose adapters are no part of what the router reads."""
     done = taught(kind, "moelora")
     asked, codec, expected = examples(done, bank_of(done, tmp_path)), done.context.backbone.codec, {}
     for task in done.context.stream.tasks:

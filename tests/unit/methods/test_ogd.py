@@ -67,7 +67,7 @@ def test_many_nearly_parallel_gradients_stay_orthonormal() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_along_what_is_left_keeps_the_outputs_of_stored_rows(lab: Lab, kind: str) -> None:
-    """To first order: the true logits of the first task's rows move by far less than along the gradient itself."""
+    """To first order, the true logits of the first task's rows move by far less than along the gradient itself."""
     context, _ = build(lab.config(kind, {"name": "ogd", "rows": 100, "learner": "finetune"}), WORLD)
     method, backbone = context.method, context.backbone
     assert isinstance(method, Ogd)
@@ -85,7 +85,7 @@ def test_a_step_along_what_is_left_keeps_the_outputs_of_stored_rows(lab: Lab, ki
 
     @torch.no_grad()
     def moved(by: dict[str, Tensor]) -> float:
-        """Of the summed logits, for a step of length 0.002."""
+        """Return the change of the summed logits for a step of length 0.002."""
         size = 0.002 / torch.cat([value.flatten() for value in by.values()]).norm()
         before = backbone.true_logits(batch)
         for name, value in by.items():
@@ -122,7 +122,7 @@ def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> N
 def test_every_step_is_orthogonal_to_the_basis(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
 ) -> None:
-    """What the optimizer is given, in each step of the second task; under SGD weights move in no other direction."""
+    """Gradients in each step of the second task are orthogonal to it; under SGD weights move in no other direction."""
     shares: list[float] = []
     transform = Ogd.transform_gradients
 

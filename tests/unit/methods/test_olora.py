@@ -30,7 +30,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 
 def second_task(lab: Lab, kind: str, **settings: Any) -> tuple[OLora, TrainingContext, Batch]:
-    """At the beginning of task 2, with a first adapter of random numbers, and a batch of task 1."""
+    """Return the beginning of task 2, with a first adapter of random numbers, and a batch of task 1."""
     parts, _ = build(lab.config(kind, {"name": "olora", **settings}), WORLD)
     method, codec = parts.method, parts.backbone.codec
     assert isinstance(method, OLora)

@@ -127,7 +127,7 @@ def test_the_task_id_picks_the_prompts_and_the_head_of_its_task(lab: Lab, kind: 
 
 
 def test_a_pass_for_parameters_alone_has_a_head(lab: Lab) -> None:
-    """As engines make one before they restore an optimizer's state."""
+    """A pass for parameters alone has a head; engines make one before they restore an optimizer's state."""
     method, context = started(lab, "bert")
     begin_phase(context, 0)
     with activate_trainable(method, 1):

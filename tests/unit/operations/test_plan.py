@@ -166,7 +166,7 @@ def test_two_workers_sum_the_bytes_that_the_plan_says(lab: Lab, monkeypatch: pyt
     [("lora", 0), ("ewc", 2), ("lwf", 1), ("agem", 1), ("gem", 1), ({"name": "ogd", "rows": 7}, 21)],
 )
 def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, values: int) -> None:
-    """Of two tasks, for each trained parameter; EWC and OGD are asked after both, OGD with the last rows twice."""
+    """The plan counts two tasks for each trained parameter; EWC and OGD are asked after both, OGD's last rows twice."""
     config = lab.config("bert", method)
     result = plan(config, Cluster(GPUS["l4-24"]))
     assert result.gpu["kept_by_method"] == 4 * values * result.model.most_trained
@@ -308,7 +308,7 @@ def test_slow_networks_and_short_runs_have_other_bottlenecks() -> None:
 
 
 def test_the_command_prints_text_and_json(lab: Lab, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """With config.json alone in the backbone's folder, and without data."""
+    """The command needs config.json alone in the backbone's folder, and no data."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_bytes((lab.model_folder("llama") / "config.json").read_bytes())

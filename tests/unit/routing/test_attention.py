@@ -115,7 +115,7 @@ def test_pads_and_neighbours_do_not_count(proj_act: str) -> None:
 
 
 def test_silu_is_applied_where_configured() -> None:
-    """After both projections as in SAPT's code, or between them as in ATTEMPT, by the formula."""
+    """It comes after both projections as in SAPT's code, or between them as in ATTEMPT, by the formula."""
     for proj_act in ("after_up", "between"):
         item = attention(2, proj_act=proj_act)
         x, silu = texts(3), torch.nn.functional.silu
@@ -241,7 +241,7 @@ def test_a_task_taken_out_leaves_the_others_weights_among_themselves() -> None:
 
 
 def test_names_with_dots_are_names() -> None:
-    """Not slots: who forgets one task keeps the key of the other."""
+    """Names with dots are not slots: forgetting one task keeps the key of the other."""
     attention = Attention(WIDE, AttentionConfig(width=3), 0)
     for name in ("shop", "shop.v2"):
         attention.begin(name, 0)
@@ -253,7 +253,7 @@ def test_names_with_dots_are_names() -> None:
 
 
 def test_dimensions_that_hardly_any_text_varies_do_not_drown_the_others() -> None:
-    """Of few short texts under one instruction most dimensions are the same in all: they count as the others do."""
+    """Most dimensions of few short texts under one instruction are the same in all; they count as the others do."""
     first = texts(4)
     first[:, :6] = 0.5
     result = attention(1, trainable=False, standardize=True)

@@ -1,4 +1,4 @@
-"""What of a sentence encoder's folder may be loaded: pickles where the command allows them, and no adapter."""
+"""Tests of what may be loaded of a sentence encoder's folder: pickles where the command allows them, and no adapter."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("slots", "width"), [(4, 64), (64, 64), (200, 128)])
 def test_keys_start_orthonormal_in_every_chunk(slots: int, width: int) -> None:
-    """Also beyond h rows, where the released routine leaves memory as it found it."""
+    """They are so beyond h rows too, where the released routine leaves memory as it found it."""
     keys = semi_orthogonal(slots, 3, width, seed=1)
     assert keys.shape == (slots, 3, width) and bool(torch.isfinite(keys).all())
     for group in keys.transpose(0, 1):
@@ -134,7 +134,7 @@ def test_the_centrifugal_term_is_that_of_the_published_code(update: str) -> None
 
 
 def test_keys_of_a_second_task_keep_away_from_the_first_ones() -> None:
-    """In the router, whose keys of earlier tasks stay as they are."""
+    """The router fits keys of a second task away from those of earlier tasks, which stay as they are."""
     first = drawn(1, 24, seed=5) + drawn(60, 24, seed=1)
     second = drawn(1, 24, seed=5) + drawn(60, 24, seed=2)
     collected = {}

@@ -246,7 +246,7 @@ def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tens
 
 @pytest.mark.parametrize(("kind", "more"), [("keys", 1), ("keys", 3), ("discriminant", 1), ("discriminant", 3)])
 def test_a_large_bank_is_searched_with_the_same_weights(monkeypatch: pytest.MonkeyPatch, kind: Kind, more: int) -> None:
-    """Also where tasks have different numbers of slots."""
+    """The weights are equal where tasks have different numbers of slots, too."""
     router, texts = large(kind, more=more)
     dense = router.route(texts)
     monkeypatch.setattr(slot_index, "EXACT_UP_TO", 100)

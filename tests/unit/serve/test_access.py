@@ -1,4 +1,4 @@
-"""Who may ask, whatever prefix the application stands behind."""
+"""Tests of access to the endpoint, whatever prefix the application stands behind."""
 
 from __future__ import annotations
 

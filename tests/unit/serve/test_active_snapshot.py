@@ -1,4 +1,4 @@
-"""Which snapshots an endpoint may answer from: the branch's newest first, unless something else was decided since."""
+"""Tests of the snapshots that an endpoint may answer from: the branch's newest, unless another decision came since."""
 
 from __future__ import annotations
 

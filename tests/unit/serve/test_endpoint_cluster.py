@@ -1,4 +1,4 @@
-"""Which Ray an endpoint runs on: one of its own, unless RAY_ADDRESS names another; never one that is just there."""
+"""Tests of the Ray that an endpoint runs on: its own unless RAY_ADDRESS names another; never one that is just there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_missing_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ray_that_does_not_start_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow machine; Ray's exception has no class of its own."""
+    """This happens on a slow machine; Ray's exception has no class of its own."""
 
     def init(**settings: Any) -> None:
         raise Exception("The current node timed out\nduring startup.")

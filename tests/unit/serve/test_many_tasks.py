@@ -1,4 +1,4 @@
-"""What a request asks of a snapshot is not a loop over all tasks or adapters."""
+"""Tests that no request loops over all tasks or adapters of a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the middleware of Ray Serve's proxies makes of requests without an answer."""
+"""Tests of what the middleware of Ray Serve's proxies makes of requests without an answer."""
 
 from __future__ import annotations
 

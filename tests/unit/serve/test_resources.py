@@ -1,4 +1,4 @@
-"""What replicas and the gate reserve in the cluster: all that they use, GPUs above all."""
+"""Tests of what replicas and the gate reserve in the cluster: all that they use, GPUs above all."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from raycl.training.setup.checks import check
 from raycl.training.setup.run_config import RunConfig
 
 SCORES = (10.0, 40.0, 40.0, 30.0)
-"""Of the dev rows after each epoch; the second is the first of the best."""
+"""Scores of the dev rows after each epoch; the second is the first of the best."""
 
 
 @pytest.fixture

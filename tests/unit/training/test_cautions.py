@@ -1,4 +1,4 @@
-"""What a run may do and seldom should is said in one line before it trains."""
+"""Tests of cautions: a run says in one line, before it trains, what it may do and seldom should."""
 
 from __future__ import annotations
 

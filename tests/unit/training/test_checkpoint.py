@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_objects_stay_where_a_kept_checkpoint_is_of_another_run(tmp_path: Path) -> None:
-    """What the kept one names is unknown then, so nothing that it may need is deleted."""
+    """It is unknown what the kept checkpoint names, so nothing that it may need is deleted."""
     storage, objects = Storage.at(tmp_path), TensorObjects(Storage.at(tmp_path))
     checkpoint = made()
     checkpoint.frozen_state = frozen("one")
@@ -235,7 +235,7 @@ def test_a_damaged_object_is_read_from_the_bank_or_refused(tmp_path: Path, harm:
 
 
 def test_tensors_of_routers_are_grouped_by_task() -> None:
-    """So a new task adds a group, and those of earlier tasks are stored already."""
+    """A new task adds a group, and those of earlier tasks are stored already."""
     names = ["key/a.0", "key/a.1", "count/a", "scatter/b", "key/b.0-1", "projection"]
     state = {f"router/{name}": torch.tensor([float(number)]) for number, name in enumerate(names)}
     state |= {"slot/a.0/q.lora_A": torch.ones(1), "abar/a": torch.ones(2)}

@@ -1,4 +1,4 @@
-"""What an engine cannot train is refused in one sentence before any work."""
+"""Tests of what an engine cannot train: it is refused in one sentence before any work."""
 
 from __future__ import annotations
 

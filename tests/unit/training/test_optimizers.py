@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 OWN: dict[str, dict[str, Any]] = {**SETTINGS, "toy": {"optimizer": "toy"}}
-"""Also one that is registered here."""
+"""The settings and those of an optimizer that is registered here."""
 
 
 def parameters() -> dict[str, nn.Parameter]:

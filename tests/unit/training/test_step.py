@@ -207,7 +207,7 @@ def test_how_a_gradient_lies_in_memory_changes_nothing(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("kind", "objective"), [("bert", "answer"), ("llama", "answer"), ("masked", "mlm")])
 def test_gradients_on_chosen_rows_are_those_of_their_mean_loss(lab: Lab, kind: str, objective: Any) -> None:
-    """In float32, whatever the micro-batches, and beside the gradients that the optimizer will use."""
+    """They are so in float32, whatever the micro-batches, and beside the gradients that the optimizer will use."""
     stream = {"objective": objective}
     context, _ = build(lab.config(kind, "finetune", stream=stream, train={"micro_batch_size": 2}), WORLD)
     asked = begin_phase(context)

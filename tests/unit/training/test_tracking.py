@@ -30,7 +30,7 @@ SERVER = "https://api.wandb.ai"
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key, no netrc, no settings of whoever runs the tests."""
+    """Remove keys, netrc and settings of the user who runs the tests."""
     for name in (name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))):
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -226,7 +226,7 @@ def test_trackio_reads_back_what_was_logged_and_continues_the_run(
 def test_wandb_reads_back_what_was_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With several trackers at once; a setting wins over wandb's environment, which wins over what raycl would take."""
+    """Several trackers work at once; a setting wins over wandb's environment, which wins over what raycl would take."""
     names = {"PROJECT": "papers", "ENTITY": "lab", "RUN_GROUP": "theirs", "NAME": "mine", "TAGS": "a,b", "NOTES": "n"}
     for name, value in names.items():
         monkeypatch.setenv(f"WANDB_{name}", value)

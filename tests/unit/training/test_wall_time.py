@@ -1,4 +1,4 @@
-"""How long a run took: the time of its attempts, not of the weeks between them."""
+"""Tests of how long a run took: the time of its attempts, not of the weeks between them."""
 
 from __future__ import annotations
 

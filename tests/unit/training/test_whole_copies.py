@@ -83,7 +83,7 @@ def test_two_layers_are_whole_at_a_time(lab: Lab) -> None:
 def test_masters_are_written_and_exported_from_where_they_lie(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    """In bfloat16 they are none of the backbone's weights; one of them at a time is put together, for the export."""
+    """In bfloat16, masters are none of the backbone's weights; they are put together one at a time, for the export."""
     alive: list[weakref.ref[Any]] = []
     real = Scattered.joined
 

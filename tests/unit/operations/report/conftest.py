@@ -64,7 +64,7 @@ def _routed(tasks: list[str], router: str = "discriminant", slots: int = 4, **se
 def _facts(
     tasks: list[str], router: str, slots: int, cosines: np.ndarray[Any, Any], draw: np.random.Generator
 ) -> dict[str, Any]:
-    """As `Slm.summary` gives them after the last of `tasks`."""
+    """Return facts as `Slm.summary` gives them after the last of `tasks`."""
     blocks = cosines.reshape(len(tasks), slots, len(tasks), slots).mean((1, 3))
     worst = {"keys": 70.0, "discriminant": 90.0, "eq13": 60.0}
     places = draw.normal(size=(len(tasks), slots, 6, 2)) + 9 * np.array([[n % 3, n // 3] for n in range(6)])

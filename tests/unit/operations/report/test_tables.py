@@ -137,7 +137,7 @@ def test_each_run_has_a_line_of_its_own(make_result: Make) -> None:
 
 
 def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -> None:
-    """In tables and CSV, also later from the comparison's folder; a line that the paper has not is blank there."""
+    """Tables and CSV have them, also later from the comparison's folder; a line that the paper lacks is blank there."""
     published = Published(source="SAPT, table 2", rows={"full": {"ap": 82.02, "bwt": -1.25}})
     folder = Storage.at(tmp_path)
     published.write(folder)

@@ -1,4 +1,4 @@
-"""What trials are judged by, after each task."""
+"""Tests of what trials are judged by, after each task."""
 
 from __future__ import annotations
 

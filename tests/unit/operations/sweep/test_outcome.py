@@ -1,4 +1,4 @@
-"""What a sweep found, from the folders of its trials: written by hand here, as runs leave them."""
+"""Tests of what a sweep found, from the folders of its trials: written by hand here, as runs leave them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs are the same up to some task: keys agree only where nothing that acts until then differs."""
+"""Tests of which runs are the same up to some task: keys agree only where nothing that acts until then differs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_summaries_of_other_modifier_settings_are_dropped() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_cache_keys_name_settings_of_the_method(name: str) -> None:
-    """What settings say beforehand is what the method does."""
+    """Settings say beforehand what the method does."""
     config = method_class(name).Config(name=name)
     assert config.fits_ahead is False
     assert set(config.cache_key(1, TASKS)) <= {*type(config).model_fields}

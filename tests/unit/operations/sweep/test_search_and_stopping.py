@@ -201,7 +201,7 @@ def test_tpe_shares_the_result_of_an_equal_trial_when_it_ends(tmp_path: Path) ->
 
 
 def test_a_resumed_tpe_sweep_keeps_equal_trials(tmp_path: Path) -> None:
-    """Whether the one that ran is over, or has to be run again; and nothing is proposed beyond the samples."""
+    """An equal trial is kept whether the one that ran is over or has to run again; nothing goes beyond the samples."""
     folder = SweepFolder.of(conditional(), str(tmp_path))
     running = open_trials(TpeSearcher(conditional(), folder, {}))
     settings = {setting["number"]: setting["settings"] for setting in running.values()}
