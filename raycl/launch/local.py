@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ from raycl.training.definition.job import Resources, TrainingJob
 from raycl.training.definition.settings import LaunchConfig
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.distributed import DistributedContext
-from raycl.training.workers.memory import forget_peak
+from raycl.training.workers.memory import forget_peak, return_freed_memory
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
@@ -119,7 +118,7 @@ def in_process_worker() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        gc.collect()
+        return_freed_memory()
         torch.cuda.empty_cache()
 
 
