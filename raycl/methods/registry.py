@@ -22,6 +22,7 @@ ClassT = TypeVar("ClassT")
 
 LEARNERS: dict[str, str] = {
     "finetune": "raycl.methods.finetune:Finetune",
+    "osft": "raycl.methods.osft:Osft",
     "lora": "raycl.methods.single_adapter:Lora",
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",

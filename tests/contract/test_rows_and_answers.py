@@ -14,7 +14,7 @@ import torch
 from axes import FULL, sampled
 from http_client import Wire, listening
 from service_client import bank_of
-from tiny import NOT_SERVED, RUNS_BY_KIND, Complete, Lab, last_checkpoint, on_main
+from tiny import NOT_SERVED, RUNS_BY_KIND, WHOLE_MODELS, Complete, Lab, last_checkpoint, on_main
 
 from raycl.bank import NewSnapshot
 from raycl.data.sources.conversation import messages_of
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 PROMPTS = ("superni", "long", "olora", "llama2_chat", "chat", "conversations")
 DEFINITIONS = {"colour": "red blue sky ?", "animal": "cat dog warm ?"}
-SERVED = [pair for pair in RUNS_BY_KIND if pair[1] not in (*NOT_SERVED, "finetune", "das", "hat")]
+SERVED = [pair for pair in RUNS_BY_KIND if pair[1] not in (*NOT_SERVED, *WHOLE_MODELS)]
 
 
 def prompts_of(kind: str) -> tuple[str, ...]:

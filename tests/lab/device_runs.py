@@ -77,6 +77,7 @@ CASES: dict[str, Case] = {
     "t5-epi": Case("t5", "epi", served=True),
     "t5-olora": Case("t5", "olora", served=True),
     "llama-ella": Case("llama", "ella", served=True),
+    "t5-osft": Case("t5", "osft"),
     "bert-slao": Case("bert", "slao", served=True),
     "bert-ewc": Case("bert", "ewc"),
     "t5-lwf": Case("t5", "lwf"),

@@ -14,7 +14,7 @@ from raycl.launch import worker
 from raycl.launch.driver import RunOptions, job_of
 from raycl.launch.local import in_process_worker
 from raycl.launch.prepared_run import Prepared
-from raycl.methods.registry import METHODS
+from raycl.methods.registry import METHODS, method_class
 from raycl.routing import key_maps
 from raycl.testing import runs
 from raycl.testing.runs import (
@@ -88,6 +88,9 @@ BOTTLENECKS = ("adapter", "demix", "hat-adapter")
 
 NOT_SERVED = ("mbpa++", "idbr")
 """Methods that are evaluated, and publish nothing."""
+
+WHOLE_MODELS = tuple(name for name in METHODS if method_class(name).trains_backbone)
+"""Methods that train the backbone's own weights: what they learn is a model, not adapters for a bank."""
 
 LABELS_ONLY = ("idbr",)
 """Methods of encoder-only backbones."""

@@ -13,6 +13,7 @@ from raycl.data.prompts import Prompt
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError
 from raycl.methods.base import Method
+from raycl.methods.lora_settings import LoraSettings
 from raycl.methods.registry import METHODS, method_class, method_config, modifier_class
 from raycl.routing.statistics import KEPT
 from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
@@ -54,10 +55,11 @@ def check_engine(config: RunConfig) -> None:
             "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if engine.sharding and config.method.innermost.reads_weights:
+        by = " (use_dora, init_lora_weights, target_parameters)"
+        reason = by if isinstance(config.method.innermost, LoraSettings) else ""
         raise ConfigError(
-            f"method '{config.method.name}' reads the backbone's weights (use_dora, init_lora_weights, "
-            f"target_parameters), which {engine.sharding} does not support: use engine=torch, or engine=deepspeed with "
-            "zero_stage 0, 1 or 2"
+            f"method '{config.method.name}' reads the backbone's weights{reason}, which {engine.sharding} does not "
+            "support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(
