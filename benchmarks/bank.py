@@ -141,7 +141,7 @@ def _object_store_cache(folder: Path, options: argparse.Namespace) -> Iterator[F
 
 
 def _read(address: str, number: int) -> tuple[float, int, float, int]:
-    """Another process of the node: seconds to map all, private bytes that took, seconds for tensors, bytes at last."""
+    """Return another process's seconds to map all, private bytes that took, seconds for tensors, bytes at last."""
     torch.set_num_threads(1)
     bank = Bank.at(address)
     snapshot: Snapshot = bank.open(number)

@@ -78,7 +78,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print; 1 if `--check` finds a figure that misses its target."""
+    """Measure and print; return 1 if `--check` finds a figure that misses its target."""
     from benchmarks.figures import table
 
     logging.basicConfig(handlers=[stderr_handler()])

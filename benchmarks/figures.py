@@ -173,7 +173,7 @@ def cells(figure: Figure) -> tuple[str, str, str, str]:
 
 
 def number(value: float) -> str:
-    """Short, without losing what matters: 1,234 and 56.7 and 1.05 and 3e-06."""
+    """Format a number briefly, without losing what matters: 1,234 and 56.7 and 1.05 and 3e-06."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if abs(value) >= 1000:

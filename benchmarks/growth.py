@@ -163,7 +163,7 @@ class Grown:
 
 
 def steps_s(all_grown: Sequence[Grown]) -> list[float]:
-    """Median seconds of an optimizer step of each on its new task, which ends with the last step."""
+    """Return the median seconds of an optimizer step of each on its new task, which ends with the last step."""
     rounds = all_grown[0].rounds + WARM
     engines = [grown.open_engine(1, rounds) for grown in all_grown]
     for grown in all_grown:
@@ -197,7 +197,7 @@ def checkpoint_bytes(grown: Grown) -> int:
 
 @torch.no_grad()
 def answers_s(all_grown: Sequence[Grown]) -> list[float]:
-    """Median seconds of each to answer a batch, between tasks."""
+    """Return the median seconds of each to answer a batch, between tasks."""
     for grown in all_grown:
         grown.context.backbone.eval()
     rounds = all_grown[0].rounds + WARM

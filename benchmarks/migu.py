@@ -187,14 +187,14 @@ def _with(config: MiguConfig | None, threshold: float) -> MiguConfig | None:
 
 
 def encoder_batch(size: int, tokens: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:
-    """Random words of random lengths with a random label of two."""
+    """Return random words of random lengths with a random label of two."""
     ids_BL, mask_BL, draw = _texts(size, tokens, seed, words)
     labels_B = torch.randint(0, 2, (size,), generator=draw)
     return Batch(ids_BL, mask_BL, ids_BL[:, :0], labels_B, torch.ones(size), torch.arange(size))
 
 
 def text_batch(size: int, tokens: int, targets: int, seed: int, words: tuple[int, int] = WORDS) -> Batch:
-    """Random words of random lengths with random answers."""
+    """Return random words of random lengths with random answers."""
     ids_BL, mask_BL, draw = _texts(size, tokens, seed, words)
     answers_BT = torch.randint(*words, (size, targets), generator=draw)
     labels_B = torch.full((size,), IGNORE)

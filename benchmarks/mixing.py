@@ -201,7 +201,7 @@ class _Bench:
             plain(input_ids=self.ids[row : row + 1])
 
     def difference(self) -> float:
-        """Largest difference of the first row's states to those of the model its mixture was merged into."""
+        """Return the largest difference of the first row's states to those of the model its mixture was merged into."""
         names = tuple(self.states)[:DENSE]
         weights = self._dense(DENSE)
         plain = copy.deepcopy(self.bare)

@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Median seconds of each start, in turn."""
+    """Report the median seconds of each start, in turn."""
     load = os.getloadavg()[0]
     spent: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
@@ -101,7 +101,7 @@ def first_step(mode: str) -> tuple[float, float]:
 
 
 def _processor_s(pid: int) -> float:
-    """Processor time of a process and of all that it has started and that still run."""
+    """Return the processor time of a process and of all that it has started and that still run."""
     root, spent = psutil.Process(pid), 0.0
     for process in (root, *root.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):

@@ -22,7 +22,7 @@ EXCERPT = re.compile(r"^<!-- excerpt: (\S+)(?: (\w+))? -->\n.*?^<!-- /excerpt --
 
 
 def filled(page: str) -> str:
-    """The page with all its excerpts and tables as the source and the measured runs have them now.
+    """Return the page with all its excerpts and tables as the source and the measured runs have them now.
 
     Raises:
         ValueError: it names a file, a definition or a table that does not exist.
@@ -36,7 +36,7 @@ def _block(path: str, name: str | None) -> str:
 
 
 def excerpt(path: str, name: str | None) -> str:
-    """A file of the repository, or one top-level definition of a Python file, as a block of code."""
+    """Return a file of the repository, or one top-level definition of a Python file, as a block of code."""
     if not (REPO / path).is_file():
         raise ValueError(f"'{path}' names no file of the repository: correct the path")
     text = (REPO / path).read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def excerpt(path: str, name: str | None) -> str:
 
 
 def definition(path: str, text: str, name: str) -> str:
-    """The source of a class, function or assignment at the top level, with the string that describes it."""
+    """Return the source of a class, function or assignment at the top level, with the string that describes it."""
     lines, body = text.splitlines(), ast.parse(text).body
     for node, following in zip(body, [*body[1:], None], strict=True):
         targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])

@@ -133,14 +133,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook with its stored outputs as Markdown, and its pictures by name."""
+    """Return a notebook with its stored outputs as Markdown, and its pictures by name."""
     resources = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
     page, resources_written = MarkdownExporter().from_filename(str(path), resources)
     return page, resources_written["outputs"]
 
 
 def included(path: str) -> str:
-    """A Markdown file of the repository without its heading."""
+    """Return a Markdown file of the repository without its heading."""
     if not (REPO / path).is_file():
         raise PluginError(f"'::: {path}' names no file of the repository: correct the path")
     return re.sub(r"^# .*\n", "", (REPO / path).read_text(encoding="utf-8"))
@@ -151,7 +151,7 @@ def _uri(name: str) -> str:
 
 
 def settings_pages(name: str, title: str, model: type[Section], text: str) -> dict[str, str]:
-    """Pages of a config class's settings by path: one, or one per section behind a list of them."""
+    """Return the pages of a config class's settings by path: one, or one per section behind a list of them."""
     found = groups(model)
     if name not in SECTIONED:
         return {_uri(name): f"# {title}\n\n{text}\n\n" + "\n\n".join(map(_section, found)) + "\n"}
@@ -172,7 +172,7 @@ def settings_pages(name: str, title: str, model: type[Section], text: str) -> di
 
 
 def by_section(found: list[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
-    """The groups below the top level by page: a section with those inside it, and each method with its own."""
+    """Return the groups below the top level by page: a section with those inside it, and each method with its own."""
     pages: dict[str, list[SettingsGroup]] = {}
     key = ""
     for group in found[1:]:
@@ -195,7 +195,7 @@ def navigation(name: str, model: type[Section]) -> list[Any]:
 
 
 def first_sentence(group: SettingsGroup) -> str:
-    """The first sentence of a section's description."""
+    """Return the first sentence of a section's description."""
     return re.split(r"(?<=\.) ", group.description)[0]
 
 
@@ -212,7 +212,7 @@ def _section(group: SettingsGroup) -> str:
 
 
 def _path(path: str) -> str:
-    """A dotted path, with places where a narrow column may break it."""
+    """Return a dotted path, with places where a narrow column may break it."""
     return f"<code>{html.escape(path).replace('.', '.<wbr>')}</code>"
 
 
@@ -228,7 +228,7 @@ def _cell(text: str) -> str:
 
 
 def files_page() -> str:
-    """Config, comparison and sweep files with the comments at their top."""
+    """Return the config, comparison and sweep files with the comments at their top."""
     sections = [
         "# Ready files\n\nConfig, comparison and sweep files of the repository, with the comments at their top."
     ]
@@ -255,7 +255,7 @@ def methods_page() -> str:
 
 
 def commands_page() -> str:
-    """The help of every command, from its own parser."""
+    """Return the help of every command, from its own parser."""
     top = f"```text\n{_help(main.parser().parse_args, ['--help'])}\n```"
     sections = [f"## `raycl {name}`\n\n" + "\n\n".join(_helps(name)) for name in cli.COMMANDS]
     return "# Command line\n\nThe output of `--help` of each command.\n\n" + "\n\n".join([top, *sections]) + "\n"

@@ -45,7 +45,7 @@ class Study:
                 self._runs.setdefault(run["run"].rpartition("-s")[0], {})[run["seed"]] = run
 
     def streams(self, compared: bool | None = None) -> list[str]:
-        """Names of the rows that learn the tasks one after another, the highest AP first.
+        """Return the names of the rows that learn the tasks one after another, the highest AP first.
 
         Args:
             compared: those with a run of each task alone, or those without; None: both.
@@ -60,7 +60,7 @@ class Study:
         return sorted(names, key=lambda row: fmean(self.numbers(row, "ap")), reverse=True)
 
     def numbers(self, row: str, column: str, seeds: Sequence[str] | None = None) -> list[float]:
-        """A column of the CSV file for the seeds of a row, or for those named.
+        """Return a column of the CSV file for the seeds of a row, or for those named.
 
         Raises:
             ValueError: no run has the name.
@@ -71,7 +71,7 @@ class Study:
         return [float(runs[seed][column]) for seed in (runs if seeds is None else seeds) if runs[seed][column]]
 
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts on AP of the first row of each pair against the second, corrected over all of them."""
+        """Return the verdicts on AP of the first row of each pair against the second, corrected over all of them."""
         return corrected([Verdict(first, second, "ap", self._difference(first, second)) for first, second in pairs])
 
     def _difference(self, first: str, second: str) -> Difference | None:
@@ -88,7 +88,7 @@ class Study:
         }
 
     def alone(self, row: str) -> list[float]:
-        """AP of the tasks learned alone, for the seeds of a row."""
+        """Return AP of the tasks learned alone, for the seeds of a row."""
         singles = self.entries[row].singles
         return [] if singles is None else self.numbers(singles, "ap", list(self._runs[row]))
 
@@ -117,7 +117,7 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
 
 
 def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
-    """A table of Markdown: a line for each row of runs, a column for each number of each study.
+    """Return a table of Markdown: a line for each row of runs, a column for each number of each study.
 
     Args:
         definition: `runs`: a CSV file, or several with the head that stands for each one's AP. `columns`: of `COLUMNS`.
@@ -141,7 +141,7 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
 
 
 def claims(definition: dict[str, Any], results: Path = RESULTS) -> str:
-    """A table of Markdown: what papers say is better than what, and the verdict on it by the runs.
+    """Return a table of Markdown: what papers say is better than what, and the verdict on it by the runs.
 
     Args:
         definition: `runs`: a CSV file. `claims`: each with its `source`, the numbers `published` for rows, and `order`:
@@ -204,14 +204,14 @@ def _told(verdict: Verdict, words: dict[str, str]) -> list[str]:
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a table of Markdown."""
     rows = [heads, *lines]
     written = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
     return "\n".join([written[0], "|" + "---|" * len(heads), *written[1:]])
 
 
 def with_tables(page: str, results: Path = RESULTS) -> str:
-    """The page with all its tables as the CSV files have the figures now.
+    """Return the page with all its tables as the CSV files have the figures now.
 
     Raises:
         ValueError: it names a table or a row that does not exist.

@@ -68,7 +68,7 @@ class Setup:
         return self.device.type == "cuda"
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal random numbers on the device, in its type unless another is given."""
+        """Return normal random numbers on the device, in its type unless another is given."""
         return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
 
     def replayed(self, run: Callable[[], None]) -> Callable[[], Any]:

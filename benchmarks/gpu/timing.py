@@ -59,7 +59,7 @@ class Times:
 
 
 def quartiles(values: tuple[float, ...]) -> tuple[float, float]:
-    """First and third."""
+    """Return the first and the third quartile."""
     if len(values) < 2:
         return values[0], values[0]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -104,7 +104,7 @@ async def _run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _once(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and answer; 0 where the connection broke."""
+    """Return status and answer; the status is 0 where the connection broke."""
     try:
         async with session.post(url, json=body) as answer:
             return answer.status, await answer.json() if answer.status == 200 else {}

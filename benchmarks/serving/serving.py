@@ -176,7 +176,7 @@ class Rounds:
         self.added.append((instant, bare, self.model.one_ms(self.texts)))
 
     def figures(self) -> Iterator[Figure]:
-        """Medians over the rounds; ratios are taken within each."""
+        """Yield the medians over the rounds; ratios are taken within each."""
         rates = {name: [item.rate for item in seen] for name, seen in self.seen.items()}
         alone = [rate for rate, _ in self.alone]
         yield Figure("(a) the batched model in process", median(alone), "/s", detail=f"batches of {self.model.batch}")
@@ -213,7 +213,7 @@ def _ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _busy_s() -> float:
-    """CPU seconds that this machine has worked so far, for all processes."""
+    """Return the CPU seconds that this machine has worked so far, for all processes."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 

@@ -93,7 +93,7 @@ def _replicas() -> list[str]:
 
 
 def _memory_mb(name: str) -> float:
-    """Resident memory of a replica's process."""
+    """Return the resident memory of a replica's process."""
     actor = ray.get_actor(name, namespace="serve")
     pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
     return float(psutil.Process(int(pid)).memory_info().rss) / 2**20

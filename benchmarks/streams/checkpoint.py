@@ -213,6 +213,6 @@ class UntilEvaluation(Control):
 
 
 def private_bytes() -> int:
-    """Resident memory of this process, without files and what it shares."""
+    """Return the resident memory of this process, without files and what it shares."""
     _, held, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (held - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -62,7 +62,7 @@ def memory(smaps: str) -> ReplayEntry:
 
 
 def _mappings(smaps: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """File name (or empty) and sizes in KiB of every mapping."""
+    """Yield the file name (or empty) and the sizes in KiB of every mapping."""
     for block in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
         head, _, body = block.partition("\n")
         fields = head.split(maxsplit=5)

@@ -209,7 +209,7 @@ def _same_work(title: str, mine: Typical, plain: Typical, strict: bool) -> Itera
 
 
 def _ratios(title: str, mine: Typical, plain: Typical) -> Iterator[Figure]:
-    """Times against the plain loop's."""
+    """Yield the times against the plain loop's."""
     middle = (median(mine.step_s) * 1000, median(plain.step_s) * 1000)
     total = (sum(mine.step_s), sum(plain.step_s))
     evaluated = (mine.of("eval_s"), plain.of("eval_s"))

@@ -131,7 +131,7 @@ def run_raycl(config: RunConfig) -> Trial:
 
 
 def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
-    """Kept answers after every phase, of the tasks in stream order."""
+    """Return the kept answers after every phase, of the tasks in stream order."""
     tasks = results["stream"]["tasks"]
     answers = []
     for index, phase in enumerate(results["phases"]):

@@ -100,7 +100,7 @@ class Nodes:
         return str(self.cluster.address)
 
     def add(self) -> None:
-        """One more node of two CPUs."""
+        """Add one more node of two CPUs."""
         self.cluster.add_node(num_cpus=2, object_store_memory=150 * 1024**2)
         self.cluster.wait_for_nodes()
 
@@ -237,7 +237,7 @@ class Driver:
         )
 
     def send(self, number: signal.Signals) -> int:
-        """Signal it; its exit status."""
+        """Signal the process and return its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(timeout=120)
@@ -307,7 +307,7 @@ def kill_child(process: subprocess.Popen[bytes], name: str) -> str:
 
 
 def damage_newest_checkpoint(storage: Storage) -> str:
-    """Flip a byte of its parameters; its name."""
+    """Flip a byte of its parameters and return its name."""
     name = read_state(storage).checkpoints[-1]
     file = f"{FOLDER}/{name}/{PARAMETERS}"
     data = bytearray(storage.read(file))

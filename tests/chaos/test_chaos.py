@@ -53,7 +53,7 @@ OUTAGE_S = 60.0
 
 
 def save_tasks(folder: Path) -> list[dict[str, str]]:
-    """Six tasks of two labels."""
+    """Save six tasks of two labels."""
     for name, classes in WORDS.items():
         (folder / name).mkdir(parents=True)
         for split, rows in (("train", ROWS), ("test", TESTS)):
@@ -70,7 +70,7 @@ def save_tasks(folder: Path) -> list[dict[str, str]]:
 
 
 def save_config(folder: Path) -> Path:
-    """SLM on a tiny encoder, so many steps that every task lasts for seconds."""
+    """Save a config: SLM on a tiny encoder, so many steps that every task lasts for seconds."""
     model = str(save_model("bert", folder / "bert"))
     tree = {
         "stream": {"tasks": save_tasks(folder / "tasks"), "dev_fraction": 0.1, "max_source_tokens": 24},

@@ -34,7 +34,7 @@ def conversation(number: int, system: bool, special: str) -> list[dict[str, Any]
 
 
 def compare(codec: HFCodec, folder: Path) -> None:
-    """Every row's prompt in training is what serving reads for the messages before its answer."""
+    """Check that every row's prompt in training is what serving reads for the messages before its answer."""
     system = "no system role" not in codec.chat_template
     special = f"{codec.tokenizer.eos_token}{CONTROL[0]}"
     chats = [conversation(number, system, special) for number in range(8)]

@@ -87,7 +87,7 @@ def test_losses_of_conversations_with_tools_are_those_of_padded_rows(lab: Lab, t
 
 
 def close(storage: Storage, expected: Storage) -> None:
-    """The same steps, with losses and gradient norms that differ by rounding."""
+    """Check that runs have the same steps, with losses and gradient norms that differ by rounding."""
     mine, other = trace(storage), trace(expected)
     assert [step[:2] + step[4:] for step in mine] == [step[:2] + step[4:] for step in other]
     assert [step[2] for step in mine] == pytest.approx([step[2] for step in other], rel=1e-4)

@@ -145,7 +145,7 @@ def name(case: tuple[Any, ...]) -> str:
 
 
 def same(storage: Storage, expected: Storage, tolerance: float) -> None:
-    """Losses within `tolerance`, the same tokens at the same rates, the same matrix."""
+    """Check for losses within `tolerance`, the same tokens at the same rates, the same matrix."""
     for mine, other in zip(trace(storage), trace(expected), strict=True):
         assert mine[:2] == other[:2]
         assert mine[2:] == pytest.approx(other[2:], abs=tolerance, rel=tolerance)
@@ -166,7 +166,7 @@ def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, st
 
 
 def unseen(storage: Storage) -> dict[str, tuple[float, int]]:
-    """Value and count of every task that was never trained."""
+    """Return the value and count of every task that was never trained."""
     cells = (storage.read_json("results.json")["unseen"] or {"cells": {}})["cells"]
     return {task: (cell["value"], cell["count"]) for task, cell in cells.items()}
 

@@ -34,7 +34,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
-    """Losses and gradient norms of all steps, and the matrix."""
+    """Return the losses and gradient norms of all steps, and the matrix."""
     storage = Storage.at(folder)
     sections = {
         "train": {

@@ -245,7 +245,7 @@ def test_tensors_on_disk_are_mapped_not_copied(local: Bank) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 

@@ -261,7 +261,7 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
 
 
 def older(bank: Bank, number: int, *keys: str) -> None:
-    """The snapshot as an older version recorded it, without these settings of its run."""
+    """Record the snapshot as an older version did, without these settings of its run."""
     file = f"snapshots/{number:06d}.json"
     tree = unseal(bank.storage.read(file), file, FORMAT)
     for key in keys:

@@ -78,7 +78,7 @@ def endpoint(body: bytes, protocol: type[LimitedProtocol] = LimitedProtocol) -> 
 
 @contextmanager
 def page(body: bytes, protocol: type[LimitedProtocol] = LimitedProtocol) -> Iterator[int]:
-    """The status page of a run; its port."""
+    """Serve the status page of a run; yield its port."""
     with bound("127.0.0.1", 0) as listens:
         server = PageServer(Reader(body), listens, "127.0.0.1", protocol)  # type: ignore[arg-type]
         thread = threading.Thread(target=server.run, daemon=True)
@@ -115,7 +115,7 @@ def is_open(client: socket.socket, seconds: float) -> bool:
 
 
 def asked(port: int) -> float:
-    """Seconds until an ordinary request is answered."""
+    """Return the seconds until an ordinary request is answered."""
     began = time.monotonic()
     with connected(port) as client:
         client.sendall(GET + b"Connection: close\r\n\r\n")

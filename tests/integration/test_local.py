@@ -77,7 +77,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(file: Path, tmp_path: Path) -> Start:
-    """Starts `raycl train small.yaml OVERRIDES` behind these lines of Python."""
+    """Return what starts `raycl train small.yaml OVERRIDES` behind these lines of Python."""
 
     def begin(before: str, *overrides: str) -> subprocess.Popen[str]:
         words = ["train", *overrides]

@@ -39,7 +39,7 @@ Get = Callable[[str], Served]
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Served], None]:
-    """Makes an endpoint take a while over each token."""
+    """Return a function that makes an endpoint take a while over each token."""
 
     def slow(served: Served) -> None:
         assert isinstance(served.service.engine, ServingEngine)

@@ -25,7 +25,7 @@ ALONE = DistributedContext.alone(torch.device("cpu"))
 
 
 def stopped(config: object, storage: Storage, step: int) -> None:
-    """A run whose driver asks it to stop after `step` optimizer steps of both phases together."""
+    """Train a run whose driver asks it to stop after `step` optimizer steps of both phases together."""
     context, open_engine = build(config, ALONE)  # type: ignore[arg-type]
     sink = At(step, lambda: request_stop(storage, "driver", "SIGTERM"))
     control = Control(storage, ALONE, "driver", poll_s=0.0)

@@ -149,7 +149,7 @@ class Module:
         return _unit(_dotted(self.path)) if self.ours else None
 
     def imports(self) -> Iterator[tuple[int, str]]:
-        """Line and dotted name of everything imported, at any depth, for type checking and by name too."""
+        """Yield the line and dotted name of everything imported, at any depth, for type checking and by name too."""
         package = _dotted(self.path) if self.path.endswith("__init__.py") else _dotted(self.path).rpartition(".")[0]
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -319,7 +319,7 @@ def hooks(module: Module) -> Iterator[Finding]:
 
 @cache
 def _tables_of_methods() -> dict[str, str]:
-    """Method name -> module, of the literal tables in the registry."""
+    """Return method name -> module, of the literal tables in the registry."""
     tree = ast.parse((Path(__file__).resolve().parents[2] / METHODS_AT).read_text(encoding="utf-8"))
     tables = [node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)]
     rows = [(key, value) for table in tables for key, value in zip(table.keys, table.values, strict=True) if key]

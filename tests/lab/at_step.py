@@ -39,7 +39,7 @@ class At:
 def learn(
     config: RunConfig, storage: Storage, step: int, act: Callable[[], None], host: HostStop | None = None
 ) -> None:
-    """A run as a worker does it, with `act` after so many optimizer steps; `host` can stop it."""
+    """Run as a worker does, with `act` after so many optimizer steps; `host` can stop it."""
     alone = DistributedContext.alone(torch.device("cpu"))
     context, open_engine = assembly.build(config, alone)
     with Control(storage, alone, "mine", poll_s=0.0, host=host, beat_s=0.02) as control:

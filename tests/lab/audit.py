@@ -96,7 +96,7 @@ class Finding:
 
 
 def pinned(path: Path) -> dict[str, str]:
-    """Version by canonical name, of a file of `name==version` lines."""
+    """Return the version by canonical name, of a file of `name==version` lines."""
     lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines if line)}
 

@@ -210,7 +210,7 @@ def refused() -> dict[str, bool]:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Every case on both devices."""
+    """Run every case on both devices."""
     from pretend_device import CPU, DEVICE
 
     lab, result = Lab(folder), dict[str, Any](refused=refused())

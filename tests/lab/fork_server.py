@@ -54,7 +54,7 @@ class ForkServer:
         theirs.close()
 
     def codes(self, calls: Sequence[Call], seconds: float, **environment: str) -> list[int]:
-        """Exit codes of the calls, side by side; `environment` is added to that of this process.
+        """Return the exit codes of the calls, side by side; `environment` is added to that of this process.
 
         When one fails or takes longer than `seconds`, the others are killed.
         """
@@ -63,7 +63,7 @@ class ForkServer:
         return received
 
     def run(self, calls: Sequence[Call], seconds: float, **environment: str) -> None:
-        """The same, and none may fail.
+        """Run calls in the same way, and none may fail.
 
         Raises:
             AssertionError: with the end of their logs.

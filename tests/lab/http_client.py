@@ -32,7 +32,7 @@ class Wire(ServiceClient):
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=inner)
 
     def post(self, path: str, body: Any = None, **settings: Any) -> httpx.Response:
-        """Any JSON, and whatever else httpx takes."""
+        """Post any JSON, and whatever else httpx takes."""
         return self.http.post(path, **({} if body is None else {"json": body}), **settings)
 
     def get(self, path: str) -> Any:
@@ -42,14 +42,14 @@ class Wire(ServiceClient):
         return value.json()
 
     def chat(self, text: str, **settings: Any) -> Any:
-        """One turn."""
+        """Ask for one turn."""
         messages: Any = [{"role": "user", "content": text}]
         return self.openai.chat.completions.create(**{"model": "auto", "messages": messages, **settings})
 
 
 @contextmanager
 def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> Iterator[Wire]:
-    """The bank's service behind a server, until the end."""
+    """Serve the bank's service behind a server, until the end."""
     with serving(bank, **settings) as client, on_a_port(make_web(client.service, Keys(auth or AuthConfig()))) as port:
         wire = Wire(client, port)
         with wire.http:
@@ -57,7 +57,7 @@ def listening(bank: Bank, auth: AuthConfig | None = None, **settings: Any) -> It
 
 
 def problem(response: httpx.Response) -> tuple[int, str]:
-    """Status and message of a refusal, whose shape must be OpenAI's."""
+    """Return the status and message of a refusal, whose shape must be OpenAI's."""
     body = response.json()
     assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}, body
     message = body["error"]["message"]

@@ -97,7 +97,7 @@ def asked_by_this_process(root: Path) -> Iterator[Hub]:
 
 @contextmanager
 def serving_hub() -> Iterator[Hub]:
-    """A hub at a free port of this machine while the block runs."""
+    """Serve a hub at a free port of this machine while the block runs."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

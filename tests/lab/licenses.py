@@ -36,7 +36,7 @@ def pinned() -> dict[str, tuple[str, str]]:
 
 
 def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Version and license by canonical name, of those that are installed."""
+    """Return version and license by canonical name, of those that are installed."""
     command = [sys.executable, "-m", "piplicenses", "--format=json", "--with-system", "--packages", *names]
     tree = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {canonicalize_name(item["Name"]): (item["Version"].partition("+")[0], item["License"]) for item in tree}

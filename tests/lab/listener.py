@@ -41,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def listener() -> Iterator[Listener]:
-    """The server, while the block runs."""
+    """Run the server while the block runs."""
     with Listener() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

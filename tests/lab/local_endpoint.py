@@ -35,7 +35,7 @@ class Served:
     service: Service
 
     def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Status and parsed answer of a GET, or of a POST if there is a body."""
+        """Return the status and parsed answer of a GET, or of a POST if there is a body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data, {"Content-Type": "application/json", **headers}, method="POST" if data else "GET"
@@ -50,7 +50,7 @@ class Served:
 
 @contextmanager
 def serving(bank: str, **settings: Any) -> Iterator[Served]:
-    """The endpoint of a bank while the block runs; `settings` of `ServeConfig`."""
+    """Run the endpoint of a bank while the block runs; `settings` are those of `ServeConfig`."""
     tree = {"bank": bank, "device": "cpu", "threads": 1, "follow": {"poll_s": 0.1}, **settings}
     config = configs.validate(ServeConfig, tree)
     service = open_service(config)
@@ -63,7 +63,7 @@ def serving(bank: str, **settings: Any) -> Iterator[Served]:
 
 @contextmanager
 def on_a_port(web: Any) -> Iterator[int]:
-    """An ASGI application behind uvicorn, on a free loopback port."""
+    """Serve an ASGI application behind uvicorn, on a free loopback port."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         # Without log_config=None uvicorn closes the handlers there are, and absl's (of rouge_score) closes the stream
         # that pytest had set as stderr when absl was imported.

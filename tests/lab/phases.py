@@ -20,7 +20,7 @@ from raycl.types import Batch, Mixture, Phase
 
 
 def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False) -> PhaseData:
-    """The method begins a phase; modifiers do not."""
+    """Begin a phase of the method; modifiers do not."""
     world = DistributedContext.alone(torch.device("cpu"))
     data = PhaseData(context, context.phases[index], world, resumed)
     trainer.begin_phase(data)
@@ -28,7 +28,7 @@ def begin_phase(context: TrainingContext, index: int = 0, resumed: bool = False)
 
 
 def end_phase(context: TrainingContext, task_context: TaskContext) -> Learned | None:
-    """The method ends it with its present parameters; the schedule decides what is published."""
+    """End the method's phase with its present parameters; the schedule decides what is published."""
     own = dict(context.backbone.named_parameters())
     task_context.parameters = {name: own[name].detach().clone() for name in trained_names(context.backbone)}
     learned = context.method.end_task(task_context)

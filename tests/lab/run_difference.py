@@ -97,7 +97,7 @@ def compared(reference: Path, tree: Path) -> dict[str, Difference]:
 
 
 def values_of(folder: Path) -> dict[str, Values]:
-    """Kind -> values of a run."""
+    """Return kind -> values of a run."""
     run, values = folder / "run", defaultdict[str, Values](dict)
     record = json.loads((folder / RECORD).read_text())
     values["end"] = {key: key in record for key in ("refused", "failed")}
@@ -123,7 +123,7 @@ def _json(path: Path) -> Any:
 
 
 def _read_lines(name: Path, path: Path, values: dict[str, Values]) -> None:
-    """Steps of a trace, or answers."""
+    """Read the steps of a trace, or answers."""
     for number, line in enumerate(path.read_text().splitlines()):
         row = json.loads(line)
         if "grad_norm" in row:
@@ -179,7 +179,7 @@ def _objects(value: Any, keys: str) -> Iterator[tuple[str, str]]:
 
 
 def table(differences: Mapping[str, Mapping[str, Difference]]) -> str:
-    """Markdown: what differs in each run, then each kind of value in all runs."""
+    """Return Markdown: what differs in each run, then each kind of value in all runs."""
     lines = ["| run | differ | of | largest difference | where |", "|---|---:|---:|---:|---|"]
     for name, kinds in differences.items():
         for kind, item in kinds.items():

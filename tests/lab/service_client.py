@@ -165,7 +165,7 @@ def bank_of(done: Done, folder: Path) -> Bank:
 
 @contextmanager
 def serving(bank: Bank, **settings: Any) -> Iterator[ServiceClient]:
-    """The service of a bank, which follows nothing unless it is set to."""
+    """Run the service of a bank, which follows nothing unless it is set to."""
     tree = {"bank": bank.storage.uri, "device": "cpu", "follow": {"enabled": False}, **settings}
     service = open_service(ServeConfig(**tree))
     try:

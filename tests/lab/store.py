@@ -54,7 +54,7 @@ class Store:
 
     @contextmanager
     def away(self, seconds: float) -> Iterator[None]:
-        """Stopped now, and back after so many seconds."""
+        """Stop the store now, and bring it back after so many seconds."""
         self.stop()
         back = threading.Timer(seconds, self.start)
         back.start()

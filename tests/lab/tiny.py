@@ -173,7 +173,7 @@ class Lab(runs.Lab):
     """A folder with the models and tasks, and runs on them, where methods that take long are quick."""
 
     def slots(self, **settings: Any) -> dict[str, Any]:
-        """SLM whose keys are learned in no time, over a sentence encoder of a few thousand weights."""
+        """Return settings of SLM with few steps for keys, over a sentence encoder of a few thousand weights."""
         return {
             "name": "slm",
             "target_modules": ["attention", "ffn"],
@@ -208,7 +208,7 @@ def work(prepared: Prepared, shared: SharedReader | None = None) -> None:
 
 
 def on_main(bank: Bank, snapshot: Snapshot) -> Snapshot:
-    """Branch `main` points at the snapshot, whatever it pointed at."""
+    """Point branch `main` at the snapshot, whatever it pointed at."""
     Branch(bank).advance(snapshot, "test", lambda head: True)
     return snapshot
 

@@ -34,7 +34,7 @@ BYTES = 2 * WIDTH * RANK * 4
 
 
 def adapter(seed: int) -> AdapterState:
-    """1 MiB of one linear."""
+    """Return an adapter of 1 MiB of one linear."""
     draw = torch.Generator().manual_seed(seed)
     low = torch.randn(RANK, WIDTH, generator=draw)
     return AdapterState({"q": (low, torch.randn(WIDTH, RANK, generator=draw))}, 2.0)
@@ -58,7 +58,7 @@ def object_store_cache(snapshot: tuple[Bank, Snapshot]) -> Iterator[ObjectStoreC
 
 
 def is_right(state: AdapterState, number: int) -> bool:
-    """Bit for bit what was published."""
+    """Return True if it is bit for bit what was published."""
     pairs = zip(state.linears["q"], adapter(number).linears["q"], strict=True)
     return state.scale == 2.0 and all(torch.equal(mine, other) for mine, other in pairs)
 
@@ -201,7 +201,7 @@ class TrainingWorker:
     """Restores a checkpoint, as a worker of a run that is resumed or started from the bank."""
 
     def restore(self, run: str, bank: str) -> tuple[float, float]:
-        """MiB that became private, and the sum of all weights."""
+        """Return MiB that became private, and the sum of all weights."""
         storage = Storage.at(run)
         objects = TensorObjects(storage, Storage.at(bank), shared_readers())
         read_checkpoint(storage, "begin", objects)

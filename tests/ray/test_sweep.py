@@ -56,7 +56,7 @@ def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def reached(sweep_folder: SweepFolder) -> dict[int, int]:
-    """Finished phases by trial."""
+    """Return finished phases by trial."""
     return {number: len(read_state(sweep_folder.run(number)).phases) for number in sweep_folder.settings()}
 
 
@@ -69,7 +69,7 @@ def wait(ready: Callable[[], bool], process: subprocess.Popen[str], seconds: flo
 
 
 def assert_as_if_alone(trial: Storage, folder: Path) -> None:
-    """The trial is the run of its config without a sweep, bit for bit."""
+    """Check that the trial is the run of its config without a sweep, bit for bit."""
     tree = configs.from_yaml(trial.read(CONFIG).decode(), "trial")
     alone = Storage.at(folder)
     run(configs.validate(RunConfig, {**tree, "bank": {}}), alone)

@@ -127,7 +127,7 @@ def test_the_run_directory_is_complete(whole: tuple[Storage, dict[str, Any]], sm
 
 @pytest.fixture
 def own_driver(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `jobs/train_stream.py` on the module's cluster; whatever still runs at the end is ended."""
+    """Yield what starts `jobs/train_stream.py` on the module's cluster, and end what still runs."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
@@ -265,7 +265,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
 
 
 def tensors_of(run: Storage) -> dict[str, bytes]:
-    """File -> bytes of all tensors that a run has published."""
+    """Return file -> bytes of all tensors that a run has published."""
     return {name: run.read(name) for name in run.files("bank") if name.endswith(".safetensors")}
 
 

@@ -63,7 +63,7 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
 
 
 def assert_as_if_alone(file: Path, row: str, folder: Path) -> None:
-    """The run is what its config gives in a process of its own, bit for bit."""
+    """Check that the run is what its config gives in a process of its own, bit for bit."""
     alone = Storage.at(folder / row)
     config = plan(load_comparison(str(file)), str(file.parent))[f"{row}-s1"]
     run(config, alone)
@@ -110,7 +110,7 @@ def test_runs_share_processes_and_leave_nothing_in_them(
 
 @pytest.fixture
 def compare(ray_cluster: dict[str, str], tmp_path: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Starts `jobs/compare.py` on the module's cluster; what still runs at the end is ended."""
+    """Yield what starts `jobs/compare.py` on the module's cluster, and end what still runs."""
     started: list[subprocess.Popen[str]] = []
 
     def start(file: Path) -> subprocess.Popen[str]:

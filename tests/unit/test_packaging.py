@@ -24,7 +24,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def versions(lines: list[str]) -> dict[str, str]:
-    """Version by canonical name, of lines of constraints."""
+    """Return the version by canonical name, of lines of constraints."""
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 

@@ -61,7 +61,7 @@ HEADS = (
 
 
 def commands(path: Path) -> Iterator[str]:
-    """Commands of a page's code and of a config's comments, each on one line."""
+    """Yield the commands of a page's code and of a config's comments, each on one line."""
     text = path.read_text()
     if path.suffix == ".md":
         fences = re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -120,7 +120,7 @@ def _model(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def _states(kind: str, model: Any, device: torch.device) -> Tensor:
-    """Last hidden states or logits for drawn ids."""
+    """Return the last hidden states or logits for drawn ids."""
     ids_BL = torch.randint(8, 60, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1)).to(device)
     if kind == "bert":
         states: Tensor = model(input_ids=ids_BL).last_hidden_state

@@ -16,7 +16,7 @@ ROWS = st.lists(st.tuples(WORDS, st.lists(st.integers(1, 90), max_size=4)), min_
 
 
 def batch_of(rows: list[tuple[list[int], list[int]]]) -> Batch:
-    """Right-padded, as the loader makes it."""
+    """Return a right-padded batch, as the loader makes it."""
     sources, targets = ([row[side] for row in rows] for side in (0, 1))
     width, depth = max(map(len, sources)), max(1, *map(len, targets))
     return Batch(

@@ -99,7 +99,7 @@ def wrong_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, gate: Tensor, activati
 
 
 def wrong_gradient(g_NO: Tensor, x_ND: Tensor, rows: Any, *given: Any) -> Tensor:
-    """Twice the gradient, where rows are chosen."""
+    """Return twice the gradient, where rows are chosen."""
     return g_NO.T @ x_ND if rows is None else 2 * (g_NO.T @ x_ND)
 
 

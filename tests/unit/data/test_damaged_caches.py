@@ -67,7 +67,7 @@ def queries(folder: Path) -> Cache:
 
 
 def data_hashes(folder: Path) -> Cache:
-    """Hashes of data files."""
+    """Return a cache of the hashes of data files."""
 
     def read(name: str) -> Any:
         file = folder / f"{name}.jsonl"

@@ -44,7 +44,7 @@ def pairs(stream: Stream, task: Task, split: Any = "train") -> list[tuple[str, s
 
 
 def subject(folder: Path, name: str, rows: int, header: bool = False) -> None:
-    """A CSV file of MMLU; texts with commas are quoted."""
+    """Write a CSV file of MMLU; texts with commas are quoted."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["question,A,B,C,D,answer"] if header else []
     choices = ",".join(PLANTS[1])

@@ -25,7 +25,7 @@ LOGITS = [0.5, -1.0, 2.0, 3.0, -0.25, 0.0]
 
 
 def changed(answer: list[int], **settings: Any) -> list[float]:
-    """Logits of one row."""
+    """Return logits of one row."""
     return adjusted(torch.tensor([LOGITS]), [Sampling(9, **settings)], [PROMPT], [answer], [None])[0].tolist()
 
 

@@ -21,7 +21,7 @@ LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)
 
 
 def drawn(logits: list[float], seed: int = 0, **settings: Any) -> int:
-    """One token."""
+    """Return one token."""
     draw = torch.Generator().manual_seed(seed)
     return pick(torch.tensor([logits]), [Sampling(1, **settings)], [draw])[0]
 

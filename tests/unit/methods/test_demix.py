@@ -26,7 +26,7 @@ WORLD = DistributedContext.alone(torch.device("cpu"))
 
 
 def started(lab: Lab, kind: str = "llama", **sections: Any) -> tuple[Demix, TrainingContext]:
-    """Three tasks: the third has the rows of the first."""
+    """Start three tasks: the third has the rows of the first."""
     stream = {"tasks": [*lab.tasks, {**lab.tasks[0], "name": "again"}]}
     context, _ = build(lab.config(kind, {"name": "demix", "bottleneck_size": 3}, stream=stream, **sections), WORLD)
     assert isinstance(context.method, Demix)

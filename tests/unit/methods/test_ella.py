@@ -43,7 +43,7 @@ def _randomise(context: TrainingContext) -> None:
 
 
 def by_definition(method: Ella) -> float:
-    """`|| dW_t * W_past ||_F^2`, summed over linears, entry by entry."""
+    """Return `|| dW_t * W_past ||_F^2`, summed over linears, entry by entry."""
     total = 0.0
     for path, layer in method.stack.layers.items():
         past: Any = 0.0

@@ -90,7 +90,7 @@ def test_the_smallest_share_is_masked() -> None:
 
 @pytest.mark.parametrize("scope", ["parameter", "model"])
 def test_masked_rows_stand_still_while_a_task_is_learned(lab: Lab, tmp_path: Path, scope: str) -> None:
-    """And at the next task others do: the mask is the task's own."""
+    """Other rows stand still at the next task: the mask is the task's own."""
     config = lab.config("llama", "finetune", modifiers=[{"name": "fggm", "scope": scope}], train={"weight_decay": 0.0})
     storage = Storage.at(tmp_path)
     fresh = build(config, WORLD)[0].backbone

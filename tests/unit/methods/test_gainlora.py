@@ -39,7 +39,7 @@ def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[GainLora, Tr
 
 
 def drawn(context: TrainingContext, index: int) -> None:
-    """Adapters and label rows in training become random numbers."""
+    """Set adapters and label rows in training to random numbers."""
     torch.manual_seed(index)
     for name, parameter in context.backbone.named_parameters():
         if ".lora_" in name or name.startswith("head."):

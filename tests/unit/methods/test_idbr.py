@@ -72,7 +72,7 @@ def objective(context: TrainingContext, batches: list[Batch]) -> float:
 
 @torch.no_grad()
 def by_hand(method: Idbr, context: TrainingContext, batch: Batch, replays: bool) -> float:
-    """The paper's sum of means over the joined batch of a step."""
+    """Return the paper's sum of means over the joined batch of a step."""
     head, task_head = method.head, method.task_head
     pooled = context.backbone.pooled(batch)
     g, s = (linear(pooled, item.weight, item.bias).tanh() for item in (head.generic, head.specific))

@@ -32,7 +32,7 @@ def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[InfLora, Tra
 
 
 def trained(context: TrainingContext, index: int) -> None:
-    """A whole phase, whose B and label rows become random numbers."""
+    """Train a whole phase, whose B and label rows become random numbers."""
     begun = begin_phase(context, index)
     torch.manual_seed(index)
     for name, parameter in context.backbone.named_parameters():

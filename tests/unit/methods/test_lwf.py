@@ -49,7 +49,7 @@ def begun(lab: Lab, kind: str, **settings: Any) -> tuple[Lwf, TrainingContext, B
 
 
 def move(context: TrainingContext, labels: tuple[str, ...] = ()) -> None:
-    """Other values of what is trained."""
+    """Give what is trained other values."""
     draw = torch.Generator().manual_seed(len(labels))
     own = dict(context.backbone.named_parameters())
     with torch.no_grad():

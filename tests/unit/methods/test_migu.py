@@ -58,7 +58,7 @@ def test_a_constant_factor_changes_nothing(rule: Any) -> None:
 
 
 def by_hand(started: Started, path: str, batch: Batch, real: Tensor) -> Tensor:
-    """|output| of the layer, summed over `real` `[B, S]`."""
+    """Return |output| of the layer, summed over `real` `[B, S]`."""
     units: list[Tensor] = []
     handle = started.parts.backbone.model.get_submodule(path).register_forward_hook(lambda *a: units.append(a[2]))
     with torch.no_grad(), activate_batch(started.parts.method, batch):

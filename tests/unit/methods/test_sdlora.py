@@ -34,7 +34,7 @@ def started(lab: Lab, kind: str = "bert", **settings: Any) -> tuple[SdLora, Trai
 
 
 def drawn(context: TrainingContext, seed: int) -> None:
-    """Everything that is trained becomes random numbers, magnitudes above zero."""
+    """Set everything that is trained to random numbers, magnitudes above zero."""
     torch.manual_seed(seed)
     for name, parameter in context.backbone.named_parameters():
         if parameter.requires_grad:

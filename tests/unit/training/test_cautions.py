@@ -21,7 +21,7 @@ from raycl.training.setup.run_config import RunConfig
 
 
 def said(lab: Lab, caplog: pytest.LogCaptureFixture, method: Any, **sections: Any) -> list[str]:
-    """Warnings of the checks of a run on two tasks of 14 rows and two labels, in batches of 4."""
+    """Return warnings of the checks of a run on two tasks of 14 rows and two labels, in batches of 4."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="raycl"):
         check(lab.config("bert", method, **sections))

@@ -86,11 +86,11 @@ def _facts(
 
 @pytest.fixture
 def make_routed() -> Callable[..., dict[str, Any]]:
-    """Builds the result tree of a run of SLM; call it with the tasks' names, perhaps `router`, `slots`, `seed`."""
+    """Return what builds a result tree of SLM: call it with tasks' names and perhaps `router`, `slots`, `seed`."""
     return _routed
 
 
 @pytest.fixture
 def make_result() -> Callable[..., dict[str, Any]]:
-    """Builds a result tree of the worked example; call it with `method`, `seed`, `ap`."""
+    """Return what builds a result tree of the worked example: call it with `method`, `seed`, `ap`."""
     return _result

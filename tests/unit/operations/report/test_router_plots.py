@@ -38,7 +38,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def panels(figure: Figure, run: int = 0) -> tuple[Axes, Axes, Axes]:
-    """Heat map, plane and bars of a run; between the first two stands the colour scale."""
+    """Return heat map, plane and bars of a run; between the first two stands the colour scale."""
     heat, _scale, plane, bars = figure.axes[4 * run : 4 * run + 4]
     return heat, plane, bars
 

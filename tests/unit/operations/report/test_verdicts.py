@@ -26,7 +26,7 @@ SEEDS = ((70.0, 80.0, 95.0), (72.0, 79.0, 93.0), (69.0, 82.0, 94.0))
 def moved(
     make_result: Make, method: str, by: Sequence[float], seeds: Sequence[int] = (0, 1, 2)
 ) -> list[dict[str, Any]]:
-    """Runs of a method whose last scores are those of `SEEDS`, moved by a number for each seed."""
+    """Return runs of a method whose last scores are those of `SEEDS`, moved by a number for each seed."""
     results = []
     for seed, change in zip(seeds, by, strict=True):
         result = make_result(method, seed=seed)

@@ -50,7 +50,7 @@ class Written:
         self.folder = SweepFolder.of(self.sweep, self.directory)
 
     def trial(self, number: int, settings: Settings, rows: list[list[float]]) -> None:
-        """A trial that got as far as `rows`."""
+        """Write a trial that got as far as `rows`."""
         self.folder.write_settings(number, settings)
         run = self.folder.run(number)
         journal, began = Journal.claim(run, workers=1), time.monotonic()

@@ -21,7 +21,7 @@ def keys(tasks: list[str] = TASKS, **sections: Any) -> list[str]:
 
 
 def agree(item: list[str], other: list[str]) -> int:
-    """Phases that two runs have in common; keys never agree again behind the first difference."""
+    """Return the number of phases that two runs share; keys never agree again behind the first difference."""
     same = [a == b for a, b in zip(item, other, strict=True)]
     assert same == sorted(same, reverse=True)
     return sum(same)
