@@ -57,7 +57,7 @@ DOORS = {
     "botocore": ("raycl/storage/remote.py",),
     "google": ("raycl/storage/remote.py",),
     "datasets": ("raycl/data/sources/hub.py",),
-    "jinja2": ("raycl/backbone/markup/render_process.py",),
+    "jinja2": ("raycl/backbone/markup/render_process.py", "raycl/operations/report/page/"),
     "faiss": ("raycl/routing/slot_index.py",),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
     "simpleeval": ("raycl/operations/sweep/definition/expressions.py",),

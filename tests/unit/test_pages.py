@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 SHARED, PAGES = "raycl.launch.http", ("raycl.launch.page", "raycl.serve.http.playground")
 
 
-@pytest.mark.parametrize("package", [SHARED, *PAGES])
+@pytest.mark.parametrize("package", [SHARED, *PAGES, "raycl.operations.report.page"])
 def test_every_file_is_of_a_known_kind_and_packaged(package: str) -> None:
     names = {file.name for file in resources.files(package).iterdir() if file.is_file()}
     names = {name for name in names if not name.endswith(".py")}

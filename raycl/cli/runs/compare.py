@@ -3,12 +3,17 @@
 raycl compare jobs/configs/compare/builtin.yaml
 raycl compare jobs/configs/compare/builtin.yaml --only lora joint --png matrices.png
 raycl compare jobs/configs/compare/builtin.yaml --status        state of each run; starts nothing
+
+All tables and pictures are on one page, report.html, in the comparison's folder.
 """
 
 import argparse
 import sys
 
 from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
+
+PAGE = "report.html"
+"""The page about all runs, in the comparison's folder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +66,13 @@ def run(options: argparse.Namespace) -> int:
         echo(comparison_table(results))
         if verdicts:
             echo(f"\n{verdict_table(verdicts)}")
+    if results:
+        from raycl.operations.report.page.report_page import report_page
+        from raycl.storage import Storage
+
+        folder = Storage.at(options.dir).sub(comparison.name)
+        folder.write(PAGE, report_page(results, comparison.name, options.against).encode())
+        note(options, f"page {folder.uri}/{PAGE}")
     if options.png and results:
         note(options, f"picture {heatmaps(results, options.png)}")
     for name, reason in outcome.failed.items():

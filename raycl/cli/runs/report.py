@@ -6,6 +6,7 @@ or worse than a reference, by default the one with the highest AP, and what the 
 raycl report runs/sapt runs/lora
 raycl report runs --png matrices.png --latex tables.tex
 raycl report runs --against lora --measure ap f_ra
+raycl report runs --html report.html
 raycl report runs --csv comparison.csv --matrix-csv matrices.csv --runs-csv runs.csv
 raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", nargs="+", choices=("ap", "f_ra"), default=["ap"], help="what verdicts are about (default: ap)"
     )
+    parser.add_argument("--html", type=Path, help="write one page with all tables and pictures, which needs no network")
     parser.add_argument("--png", type=Path, help="draw the matrices as heat maps, in rows")
     parser.add_argument("--each", action="store_true", help="the tables of each run, those of several seeds too")
     parser.add_argument(
@@ -64,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
     pages += [verdict_table(some) for some in verdicts.values() if some]
     trees = [verdict.tree for some in verdicts.values() for verdict in some]
     show(options, "\n\n".join(map(str, pages)), {"results": results, "verdicts": trees})
+    if options.html:
+        from raycl.operations.report.page.report_page import report_page
+
+        _write(options, options.html, report_page(results, _title(options.runs), options.against))
     if options.png:
         note(options, f"wrote {heatmaps(results, options.png)}")
     if options.router_png:
@@ -80,6 +86,12 @@ def run(options: argparse.Namespace) -> int:
     if options.runs_csv:
         _write(options, options.runs_csv, runs_to_csv(results))
     return 0
+
+
+def _title(roots: list[str]) -> str:
+    """Return a title: the last part of each folder."""
+    names = [str(root).rstrip("/").rpartition("/")[2] or str(root) for root in roots]
+    return ", ".join(names)
 
 
 def _write(options: argparse.Namespace, path: Path, text: str) -> None:

@@ -4,8 +4,11 @@ Colours: viridis for heat maps, Okabe and Ito's eight for lines, both readable w
 grey print.
 """
 
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,8 @@ from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
 from raycl.operations.report.tables import points
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+DARK = "#010101"
+"""Letters in light cells; unlike black they stay dark on a page in dark mode."""
 SCALE = Normalize(0, 100)
 COLOUR_MAP = "viridis"
 PIXELS_PER_INCH = 150
@@ -47,7 +52,16 @@ SHAPE, MOST_STRETCHED = 1.4, 2.0
 
 
 def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw a matrix for each setting, one colour scale from 0 to 100, as a PNG at `path`.
+    """Draw a matrix for each setting as a PNG at `path`.
+
+    Raises:
+        RunError: no results, or more than `MOST_PANELS` settings.
+    """
+    return save_png(matrix_figure(results), path)
+
+
+def matrix_figure(results: Sequence[Tree]) -> Figure:
+    """Return a matrix for each setting, one colour scale from 0 to 100.
 
     Runs that differ in their seeds alone have one: means, with the standard deviation below them.
 
@@ -73,7 +87,7 @@ def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
         axes.set_title(f"{matrix.title}\n{'   '.join(numbers)}", fontsize=9, loc="left")
     right = max(left + MARGIN + width for (left, _), (width, _) in zip(corners, sizes, strict=True))
     draw_scale(axes_at(figure, right + 0.2, 0.12, max(sizes[0][1], 1.2), MATRIX_ABOVE))
-    return save_png(figure, path)
+    return figure
 
 
 def _means(matrix: SeedMatrix) -> NDArray[np.float64]:
@@ -152,9 +166,9 @@ def draw_cells(
 
 
 def _ink(value: float) -> str:
-    """Return black for light cells, white for dark ones, by the relative luminance of the cell."""
+    """Return dark letters for light cells, white for dark ones, by the relative luminance of the cell."""
     red, green, blue, _ = colormaps[COLOUR_MAP](SCALE(value))
-    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
+    return DARK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -171,11 +185,30 @@ def save_png(figure: Figure, path: str | Path) -> Path:
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)  # names with two dollars are no formulas
-    with rc_context({"text.parse_math": False}):
+    with _plain_words(figure):
         figure.savefig(target, format="png", bbox_inches=_framed(figure))
     return target
+
+
+def svg_of(figure: Figure) -> str:
+    """Return the picture as an SVG element for a page: words stay words; black, white and grey follow the page."""
+    written = io.StringIO()
+    with _plain_words(figure), rc_context({"svg.fonttype": "none", "svg.hashsalt": "raycl"}):
+        framed = figure.get_tightbbox().padded(0.1)
+        figure.savefig(written, format="svg", bbox_inches=framed, transparent=True, metadata={"Date": None})
+    text = written.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r"(stroke|fill): #000000", r"\1: currentColor", text)
+    return text.replace("stroke: #ffffff", "stroke: var(--panel)").replace("fill: #666666", "fill: var(--mute)")
+
+
+@contextmanager
+def _plain_words(figure: Figure) -> Iterator[None]:
+    """Take names with two dollars for no formulas."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    with rc_context({"text.parse_math": False}):
+        yield
 
 
 def _framed(figure: Figure) -> Bbox:
@@ -187,7 +220,16 @@ def _framed(figure: Figure) -> Bbox:
 
 
 def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw one row per run as a PNG at `path`: mean weights in percent when each task was learned, and at the end.
+    """Draw the attention of each run as a PNG at `path`.
+
+    Raises:
+        RunError: see `attention_figure`.
+    """
+    return save_png(attention_figure(results), path)
+
+
+def attention_figure(results: Sequence[Tree]) -> Figure:
+    """Return one row per run: mean weights in percent when each task was learned, and at the end.
 
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.
@@ -217,7 +259,7 @@ def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
             axes.set_ylabel("texts of", fontsize=9)
         draw_scale(axes_at(figure, second + width + 0.2, 0.12, height, top))
         top += height + ATTENTION_BELOW
-    return save_png(figure, path)
+    return figure
 
 
 def probe_maps(probes: Sequence[Probes], path: str | Path) -> Path:

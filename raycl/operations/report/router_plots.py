@@ -37,7 +37,16 @@ ABOVE, BELOW = 0.9, 1.2
 
 
 def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw one row of panels per run as a PNG at `path`: cosines of keys, t-SNE of keys, tasks found by each router.
+    """Draw the routers of runs as a PNG at `path`.
+
+    Raises:
+        RunError: see `router_figure`.
+    """
+    return save_png(router_figure(results), path)
+
+
+def router_figure(results: Sequence[Tree]) -> Figure:
+    """Return one row of panels per run: cosines of keys, t-SNE of keys, tasks found by each router.
 
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without a router or with more than `MOST_TASKS` tasks.
@@ -57,7 +66,7 @@ def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
         top += ABOVE
         _draw_run(figure, title, routing, scale, columns, top, size)
         top += size + BELOW
-    return save_png(figure, path)
+    return figure
 
 
 def _scale(routings: Sequence[RouterSummary]) -> Normalize:

@@ -218,8 +218,8 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
 
     Args:
         against: name of the reference, as in the comparison's table or file; None: on each stream the method with the
-            highest AP of those that learn the tasks one after another, with several seeds if there are any. Since any
-            method could have been the highest, the correction counts all pairs then, and else those shown.
+            highest AP of those that learn the tasks one after another. Since any method could have been the highest,
+            the correction counts all pairs then, and else those shown.
         measure: `ap` or `f_ra`.
 
     Raises:
@@ -243,7 +243,7 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
         by_bench.setdefault(method.bench, []).append(method)
     made, shown = [], []
     for some in by_bench.values():
-        best = max(some, key=lambda method: (method.competes, len(method.runs) > 1, method.ap))
+        best = max(some, key=lambda method: (method.competes, method.ap))
         for one, other in combinations(some, 2):
             first, second = (other, one) if one is best else (one, other)
             made.append(first.against(second, measure))

@@ -4,14 +4,23 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.operations.report.sweeps.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.metrics.run_results import FOLDER
+from raycl.operations.report.page.report_page import report_page
+from raycl.operations.report.page.sections import PageSection
+from raycl.operations.report.sweeps.sweep_plots import (
+    parallel_coordinates,
+    pareto_front,
+    sensitivity,
+    sensitivity_figure,
+)
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
+from raycl.operations.report.tables import Page
 from raycl.operations.sweep.definition.measure import measured
 from raycl.operations.sweep.definition.space import Settings
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
@@ -22,6 +31,8 @@ from raycl.training.setup.run_config import RunConfig
 
 NUMBERS = ("ap", "f_ra", "bwt", "fwt")
 """Numbers of every run, in addition to the sweep's own metrics."""
+MOST_TRIALS = 12
+"""Trials whose runs the page shows, the best ones."""
 
 
 @dataclass(frozen=True)
@@ -232,18 +243,30 @@ def write_outcome(outcome: SweepOutcome, directory: str) -> tuple[str, list[str]
     """Write all files; the tables, and addresses of what was written."""
     storage = SweepFolder.of(outcome.sweep, directory).storage
     summary = outcome.tree()
-    text = sweep_table(summary)
-    if outcome.sweep.over:
-        text += f"\n\n{group_table(summary)}"
+    tables = [sweep_table(summary), *([group_table(summary)] if outcome.sweep.over else [])]
+    text = "\n\n".join(map(str, tables))
     files = {"summary.txt": f"{text}\n".encode(), "summary.csv": sweep_csv(summary).encode()}
     best = outcome.best_yaml()
     if best is not None:
         files["best.yaml"] = best.encode()
+        files["report.html"] = _page(outcome, directory, tables).encode()
     storage.write_json("summary.json", summary)
     for name, data in files.items():
         storage.write(name, data)
     drawn = _draw(summary, storage) if best is not None else []
     return text, [f"{storage.uri}/{name}" for name in (*files, *drawn)]
+
+
+def _page(outcome: SweepOutcome, directory: str, tables: Sequence[Page]) -> str:
+    """Return the page about all trials, and about the runs of the best ones."""
+    folder = SweepFolder.of(outcome.sweep, directory)
+    done = [row.number for row in outcome.rows if row.state == "done"][:MOST_TRIALS]
+    results = [
+        tree | {FOLDER: folder.run(number).address} for number in done if (tree := folder.results(number)) is not None
+    ]
+    trials = PageSection("Trials", sensitivity_figure(outcome.tree()), tables=tables)
+    lead = [f"Below are the runs of the {len(results)} best trials."] if len(done) == MOST_TRIALS else []
+    return report_page(results, outcome.sweep.name, more=[replace(trials, lead=lead)])
 
 
 def _draw(summary: Tree, storage: Storage) -> list[str]:

@@ -68,7 +68,16 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
 
 
 def sensitivity(summary: Tree, path: str | Path) -> Path:
-    """Return the first metric over each setting: a point a trial, a line through the means of equal values, as a PNG.
+    """Draw `sensitivity_figure` as a PNG.
+
+    Raises:
+        RunError: no trial is done.
+    """
+    return save_png(sensitivity_figure(summary), path)
+
+
+def sensitivity_figure(summary: Tree) -> Figure:
+    """Return the first metric over each setting: a point a trial, a line through the means of equal values.
 
     Words, and numbers that are names (seeds), have a dash at each mean and no line. Where one setting takes a few words
     (method: lora, olora), settings of numbers have a line for each of them.
@@ -90,7 +99,7 @@ def sensitivity(summary: Tree, path: str | Path) -> Path:
     panels[0].set_ylabel(summary["metric"][0], fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.94) if same else None)
     _note(figure, same)
-    return save_png(figure, path)
+    return figure
 
 
 def pareto_front(summary: Tree, path: str | Path) -> Path:

@@ -3,12 +3,15 @@
 import json
 from typing import Any
 
+from rich.text import Text
+
 from raycl.config import Tree
 from raycl.data.sources.table_cells import spreadsheet
-from raycl.text_tables import grid, render
+from raycl.operations.report.tables import Page
+from raycl.text_tables import grid
 
 
-def sweep_table(summary: Tree) -> str:
+def sweep_table(summary: Tree) -> Page:
     """Return a table with a line for each trial, best first; several metrics: the Pareto front is marked."""
     paths = summary["paths"]
     titles = ["trial", *map(last_parts, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""]
@@ -22,10 +25,10 @@ def sweep_table(summary: Tree) -> str:
         learned = f"{row['tasks']}/{summary['tasks']}" + (f" ({row['forked_tasks']})" if row["forked_tasks"] else "")
         table.add_row(str(row["number"] + 1), *cells, learned, *scores, *known, f"{row['train_s']:.0f}", mark)
     note = "tasks: learned/all (of these, learned by another trial); s: training time of the trial's own workers"
-    return f"{render(table)}\n{note}"
+    return Page(table, Text(note))
 
 
-def group_table(summary: Tree) -> str:
+def group_table(summary: Tree) -> Page:
     """Return a table with a line for all trials that differ in `over` alone: mean and standard deviation."""
     paths = [path for path in summary["paths"] if path not in summary["over"]]
     heading = f"{summary['name']}, over {', '.join(summary['over'])}"
@@ -34,7 +37,7 @@ def group_table(summary: Tree) -> str:
         cells = [text(group["settings"].get(path)) for path in paths]
         pairs = zip(group["means"], group["spreads"], strict=True)
         table.add_row(*cells, str(len(group["numbers"])), *[_spread(mean, spread) for mean, spread in pairs])
-    return render(table)
+    return Page(table)
 
 
 def sweep_csv(summary: Tree) -> str:

@@ -104,4 +104,4 @@ def test_a_picture_that_one_panel_stretches_has_margins(
 
 
 def test_ink_is_readable_on_its_cell() -> None:
-    assert (plots._ink(0), plots._ink(100)) == ("white", "black")
+    assert (plots._ink(0), plots._ink(100)) == ("white", plots.DARK)

@@ -65,7 +65,11 @@ class Written:
         metrics = {"ap": sum(rows[-1]) / 2, "f_ra": 1.0, "bwt": -1.0, "fwt": None} if rows else {}
         config = configs.as_tree(self.folder.config(self.sweep, number, settings))
         stream = {"tasks": TASKS}
+        cell = {"count": 10, "extra": {}}
+        matrix = [[*({"value": value, **cell} for value in row), *[None] * (len(TASKS) - len(row))] for row in rows]
+        matrix += [[None] * len(TASKS)] * (len(TASKS) - len(rows))
         results = {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
+        results["matrix"] = matrix
         run.write_json("results.json", hashed(results))
 
     def outcome(self) -> SweepOutcome:
@@ -152,7 +156,7 @@ def test_the_front_is_pareto_optimal() -> None:
 def test_all_files_are_written(four: Written) -> None:
     said, files = write_outcome(four.outcome(), four.directory)
     names = {file.rpartition("/")[2] for file in files}
-    assert names == {"summary.txt", "summary.csv", "best.yaml", "parallel.png", "sensitivity.png"}
+    assert names == {"summary.txt", "summary.csv", "best.yaml", "report.html", "parallel.png", "sensitivity.png"}
     assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
     rows = list(csv.DictReader(io.StringIO(four.folder.storage.read("summary.csv").decode())))
     assert [row["trial"] for row in rows] == ["2", "3", "1", "4", "6", "5"]
@@ -201,10 +205,10 @@ def test_each_method_has_a_curve_of_its_own() -> None:
 
 
 def test_tables_of_all_kinds_of_settings(summary: dict[str, Any]) -> None:
-    said = sweep_table(summary)
+    said = str(sweep_table(summary))
     assert "lora (r=4)" in said and "topic>sentiment" in said and "front" in said and "1e-05" in said
     assert len(list(csv.reader(io.StringIO(sweep_csv(summary))))) == 5
-    assert "over stream.tasks" in group_table({**summary, "over": ["stream.tasks"]})
+    assert "over stream.tasks" in str(group_table({**summary, "over": ["stream.tasks"]}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+"""Pictures of a report's page beside those of `plots`: scores and intervals, curves over time, bars, overlaps."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raycl.config import Tree
+from raycl.metrics.run_results import METRICS, short_names
+from raycl.operations.report.phase_summaries import OutputRows
+from raycl.operations.report.plots import (
+    CELL_HEIGHT,
+    CELL_WIDTH,
+    COLOURS,
+    MARGIN,
+    MATRIX_ABOVE,
+    MATRIX_BELOW,
+    arranged,
+    axes_at,
+    draw_cells,
+    new_figure,
+)
+from raycl.operations.report.router_plots import MARKERS
+from raycl.operations.report.run_comparison import Line, Spread, labels
+from raycl.operations.report.seed_matrix import SeedMatrix
+from raycl.operations.report.verdicts import Verdict
+
+WIDTH, LEFT, ROW = 3.0, 2.6, 0.3
+"""Inches of a panel's axes, of the names on its left, and of a method's line."""
+PANEL, COLUMNS = 2.7, 3
+"""Inches that a task's panel of curves is wide, and panels in a row."""
+WORD_COLOURS = {"better": COLOURS[2], "worse": COLOURS[1], "cannot be told": "#777777"}
+WORD_MARKERS = {"better": "^", "worse": "v", "cannot be told": "o"}
+BARS = {"f_ra": COLOURS[1], "bwt": COLOURS[0], "fwt": COLOURS[4]}
+
+
+def title_of_line(line: Line) -> str:
+    """Return the method of a line, with its settings where it has some."""
+    return f"{line.method} ({line.settings})" if line.settings else line.method
+
+
+def scores_figure(lines: Sequence[Line]) -> Figure:
+    """Return AP of each line with its standard deviation over seeds, and the published number beside it."""
+    figure, axes = _listed([title_of_line(line) for line in lines])
+    for place, line in enumerate(lines):
+        ap = line.numbers["ap"]
+        if ap is not None:
+            axes.errorbar(ap.mean, place, xerr=ap.std, fmt="o", color=COLOURS[0], capsize=3, label="here" * (not place))
+        if "ap" in line.published:
+            axes.plot(line.published["ap"], place, "D", color=COLOURS[1], fillstyle="none", label="published")
+    _legend(axes)
+    axes.set(xlim=(0, 100))
+    axes.set_xlabel("AP", fontsize=9)
+    return figure
+
+
+def verdicts_figure(verdicts: Sequence[Verdict]) -> Figure:
+    """Return the difference of each method from its reference with its 95 % interval; the word is colour and marker."""
+    figure, axes = _listed([f"{verdict.first} – {verdict.second}" for verdict in verdicts])
+    for place, verdict in enumerate(verdicts):
+        known = verdict.difference
+        if known is not None:
+            low, high = known.interval or (known.mean, known.mean)
+            colour, marker = WORD_COLOURS[verdict.word], WORD_MARKERS[verdict.word]
+            axes.plot((low, high), (place, place), color=colour, linewidth=1.6)
+            axes.plot(known.mean, place, marker, color=colour, label=verdict.word)
+    axes.axvline(0, color="black", linewidth=0.8)
+    _legend(axes)
+    axes.set_xlabel(f"difference of {METRICS[verdicts[0].measure]}, 95 % interval", fontsize=9)
+    return figure
+
+
+def curves_figure(matrices: Sequence[SeedMatrix]) -> Figure:
+    """Return a panel for each task: its score after each phase, a line for each method, mean over seeds."""
+    tasks = list(dict.fromkeys(task for matrix in matrices for task in matrix.tasks))
+    rows, below = math.ceil(len(tasks) / COLUMNS), 0.2 * math.ceil(len(matrices) / 2) + 0.1
+    height = rows * 2.1 + below
+    figure = new_figure(COLUMNS * PANEL, height)
+    panels = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat
+    for axes, task in zip(panels, tasks, strict=False):
+        for number, matrix in enumerate(matrices):
+            if task not in matrix.tasks:
+                continue
+            cells = [row[matrix.tasks.index(task)] for row in matrix.cells]
+            points = [(place, cell.mean) for place, cell in enumerate(cells, 1) if cell is not None]
+            axes.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[number % len(COLOURS)],
+                marker=MARKERS[number % len(MARKERS)],
+                markersize=4,
+                linewidth=1.4,
+                label=matrix.title.partition(" on ")[0],
+            )
+        axes.set_title(task, fontsize=9, loc="left")
+        axes.set_xlabel("tasks learned", fontsize=8)
+        axes.set(ylim=(-3, 103), xlim=(0.7, len(matrices[0].phases) + 0.3))
+        axes.set_xticks(range(1, len(matrices[0].phases) + 1))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels:
+        axes.set_visible(False)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower left", ncols=2, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, below / height, 1, 1))
+    return figure
+
+
+def transfer_figure(lines: Sequence[Line]) -> Figure:
+    """Return F.Ra, BWT and FWT of each line as bars with standard deviations."""
+    names = [name for name in BARS if any(line.numbers[name] for line in lines)]
+    figure, axes = _listed([title_of_line(line) for line in lines], ROW * max(1.0, 0.6 * len(names)))
+    thick = 0.8 / max(1, len(names))
+    for number, name in enumerate(names):
+        spreads: list[Spread | None] = [line.numbers[name] for line in lines]
+        places = np.arange(len(lines)) + (number - (len(names) - 1) / 2) * thick
+        axes.barh(
+            places,
+            [spread.mean if spread else np.nan for spread in spreads],
+            0.9 * thick,
+            xerr=[(spread.std or 0.0) if spread else np.nan for spread in spreads],
+            error_kw={"ecolor": "black", "elinewidth": 0.8, "capsize": 2},
+            color=BARS[name],
+            label=METRICS[name],
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    _legend(axes)
+    axes.set_xlabel("points", fontsize=9)
+    return figure
+
+
+def overlap_figure(results: Sequence[Tree]) -> Figure:
+    """Return for each run the percent of output rows that two tasks both kept under MIGU's mask."""
+    kept = [OutputRows.of(result) for result in results]
+    sides = [(CELL_WIDTH * len(run.tasks), CELL_HEIGHT * len(run.tasks)) for run in kept]
+    titles = labels(results)
+    rooms = [
+        (MARGIN + max(width, 0.08 * len(title)), MATRIX_ABOVE + height + MATRIX_BELOW)
+        for (width, height), title in zip(sides, titles, strict=True)
+    ]
+    figure, corners = arranged(rooms)
+    for run, title, (left, top), (width, height) in zip(kept, titles, corners, sides, strict=True):
+        axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
+        draw_cells(axes, np.array(run.overlap()), run.tasks, run.tasks)
+        axes.set_title(f"{title}\nchance {run.chance:.1f}", fontsize=9, loc="left")
+    return figure
+
+
+def _listed(names: Sequence[str], row: float = ROW) -> tuple[Figure, Axes]:
+    """Return axes with a line for each name, the first on top."""
+    height = row * len(names) + 0.3
+    figure = new_figure(LEFT + WIDTH + 0.4, height + 1.2)
+    axes = axes_at(figure, LEFT, WIDTH, height, 0.2)
+    axes.set_yticks(range(len(names)), short_names(names, 40), fontsize=8)
+    axes.set(ylim=(len(names) - 0.5, -0.5))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return figure, axes
+
+
+def _legend(axes: Axes) -> None:
+    """Name each mark once, below the axes."""
+    by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    by_name.pop("", None)
+    height = axes.bbox.height / axes.figure.dpi
+    if by_name:
+        axes.legend(
+            by_name.values(),
+            by_name.keys(),
+            loc="upper left",
+            bbox_to_anchor=(0, -0.45 / height),
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+        )

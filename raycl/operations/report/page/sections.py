@@ -1,0 +1,280 @@
+"""Sections of a report's page: what the runs have numbers for, as pictures and tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+from rich.text import Text
+
+from raycl.config import Tree, flatten
+from raycl.metrics.run_results import FOLDER, short_names, tasks_of
+from raycl.operations.report import plots, router_plots
+from raycl.operations.report.page.page_figures import (
+    curves_figure,
+    overlap_figure,
+    scores_figure,
+    title_of_line,
+    transfer_figure,
+    verdicts_figure,
+)
+from raycl.operations.report.phase_summaries import has_attention, has_output_rows, has_routing
+from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
+from raycl.operations.report.router_plots import router_figure
+from raycl.operations.report.run_answers import answered_rows
+from raycl.operations.report.run_comparison import compare, grouped
+from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.tables import (
+    NOTHING,
+    Page,
+    attention_table,
+    comparison_table,
+    matrix_table,
+    mean_matrix_table,
+    output_rows_table,
+    points,
+    routing_table,
+)
+from raycl.operations.report.verdicts import Verdict, verdict_table, verdicts_of
+from raycl.text_tables import grid, short_number
+
+MOST_CURVES = 7
+"""Methods in a picture of curves and in the table of answers; as many as differ in colour and marker."""
+MOST_SENTENCES = 12
+"""Verdicts that are written as sentences; the table has all of them."""
+SAMPLES, SAMPLE_CHARACTERS = 3, 240
+"""Rows of each task whose answers are shown, and characters of a text."""
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A part of the page.
+
+    Attributes:
+        figure: its picture. lead: paragraphs in front. tables: shown. numbers: those of the picture, folded.
+    """
+
+    title: str
+    figure: Figure | None = None
+    lead: Sequence[str] = ()
+    tables: Sequence[Page] = ()
+    numbers: Sequence[Page] = ()
+
+
+def sections_of(results: Sequence[Tree], against: str | None = None) -> list[PageSection]:
+    """Return all sections that these runs have numbers for, in reading order.
+
+    Args:
+        against: reference of the verdicts, see `verdicts_of`.
+
+    Raises:
+        RunError: no method has this name.
+    """
+    matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
+    verdicts = [_verdicts(results, against, measure) for measure in ("ap", "f_ra")]
+    made = [
+        _comparison(results),
+        *(_verdict_section(some) for some in verdicts if some),
+        _matrices(matrices),
+        _curves(matrices),
+        _transfer(results),
+        _attention(results),
+        _routing(results),
+        _overlap(results),
+        _cost(results),
+        _answers(matrices),
+        _origin(results),
+    ]
+    return [section for section in made if section is not None]
+
+
+def _ap(matrix: SeedMatrix) -> float:
+    ap = matrix.numbers["ap"]
+    return -1.0 if ap is None else ap.mean
+
+
+def _verdicts(results: Sequence[Tree], against: str | None, measure: str) -> list[Verdict]:
+    has_it = any(result["metrics"].get(measure) is not None for result in results)
+    return verdicts_of(results, against, measure) if has_it else []
+
+
+def _comparison(results: Sequence[Tree]) -> PageSection:
+    lines = [line for line in compare(results) if line.numbers["ap"] is not None]
+    figure = scores_figure(lines) if lines else None
+    return PageSection("Comparison", figure, tables=[comparison_table(results)])
+
+
+def _verdict_section(verdicts: Sequence[Verdict]) -> PageSection:
+    title = "Verdicts" if verdicts[0].measure == "ap" else "Verdicts on forgetting"
+    sentences = [verdict.sentence for verdict in verdicts[:MOST_SENTENCES]]
+    return PageSection(title, verdicts_figure(verdicts), sentences, numbers=[verdict_table(verdicts)])
+
+
+def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
+    shown = matrices[:MOST_PANELS]
+    tables = [
+        mean_matrix_table(matrix) if len(matrix.results) > 1 else matrix_table(matrix.results[0]) for matrix in matrices
+    ]
+    results = [result for matrix in shown for result in matrix.results]
+    lead = [f"The {len(shown)} settings with the highest AP are drawn."] if len(shown) < len(matrices) else []
+    return PageSection("Accuracy matrices", matrix_figure(results), lead, numbers=tables)
+
+
+def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
+    shown = [matrix for matrix in matrices if len(matrix.phases) > 1][:MOST_CURVES]
+    if not shown:
+        return None
+    tables = []
+    for matrix in shown:
+        rows = [
+            [task, *("" if row[place] is None else points(row[place]) for row in matrix.cells)]
+            for place, task in enumerate(matrix.tasks)
+        ]
+        heads = ["score after", *short_names(matrix.phases)]
+        tables.append(Page(Text(matrix.title), grid(heads, rows)))
+    lead = [f"The {len(shown)} settings with the highest AP."] if len(shown) < len(matrices) else []
+    return PageSection("Accuracy over time", curves_figure(shown), lead, numbers=tables)
+
+
+def _transfer(results: Sequence[Tree]) -> PageSection | None:
+    lines = [line for line in compare(results) if line.numbers["f_ra"] is not None]
+    if not lines:
+        return None
+    names = ("f_ra", "bwt", "fwt")
+    rows = [[title_of_line(line), *(points(line.numbers[name]) for name in names)] for line in lines]
+    lead = [
+        "F.Ra is the mean drop from each earlier task's best score, BWT the mean change since it was learned, and FWT "
+        "the difference from the same method trained on the task alone."
+    ]
+    numbers = [Page(grid(["method", "F.Ra", "BWT", "FWT"], rows))]
+    return PageSection("Forgetting and transfer", transfer_figure(lines), lead, numbers=numbers)
+
+
+def _first_of_each(results: Sequence[Tree]) -> list[Tree]:
+    """Return the first run of each setting, as many as a picture has room for."""
+    return [group[0] for _, group in grouped(results)][:MOST_RUNS]
+
+
+def _attention(results: Sequence[Tree]) -> PageSection | None:
+    readable = [result for result in results if len(tasks_of(result)) <= plots.MOST_TASKS]
+    runs = _first_of_each([result for result in readable if has_attention(result)])
+    if not runs:
+        return None
+    lead = ["Mean weights of the adapters for each task's texts, of the first run of each setting."]
+    return PageSection(
+        "Attention over adapters", attention_figure(runs), lead, numbers=[attention_table(run) for run in runs]
+    )
+
+
+def _routing(results: Sequence[Tree]) -> PageSection | None:
+    readable = [result for result in results if len(tasks_of(result)) <= router_plots.MOST_TASKS]
+    runs = _first_of_each([result for result in readable if has_routing(result)])
+    if not runs:
+        return None
+    lead = [
+        "How similar the keys of tasks are, and how many dev texts find their own task. Novelty: how well the texts of "
+        "a task stood out by their out-of-distribution score before it was learned. Of the first run of each setting."
+    ]
+    return PageSection("Routing", router_figure(runs), lead, numbers=[routing_table(run) for run in runs])
+
+
+def _overlap(results: Sequence[Tree]) -> PageSection | None:
+    runs = _first_of_each([result for result in results if has_output_rows(result)])
+    if not runs:
+        return None
+    lead = [
+        "Percent of the output rows kept most often for a task that another task kept too, of each setting's first run."
+    ]
+    return PageSection(
+        "Overlap under MIGU", overlap_figure(runs), lead, numbers=[output_rows_table(run) for run in runs]
+    )
+
+
+def _cost(results: Sequence[Tree]) -> PageSection:
+    heads = ["method", "runs", "time, s", "training, s", "tokens/s", "trained parameters", "memory, MiB"]
+    rows = []
+    for line in compare(results):
+        cells = [NOTHING if spread is None else f"{spread.mean:,.0f}" for spread in map(line.numbers.get, _COSTS)]
+        trained = line.numbers["trained_parameters"]
+        cells.insert(3, NOTHING if trained is None else short_number(trained.mean))
+        rows.append([title_of_line(line), str(line.runs), *cells])
+    return PageSection("Cost", lead=["Means over seeds."], tables=[Page(grid(heads, rows))])
+
+
+_COSTS = ("wall_s", "train_s", "tokens_per_s", "peak_memory_mb")
+
+
+def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
+    """Return the same texts answered by each method when their task was new and after the last one."""
+    runs = [matrix.results[0] for matrix in matrices][:MOST_CURVES]
+    titles = [matrix.title.partition(" on ")[0] for matrix in matrices][:MOST_CURVES]
+    pages = []
+    for task in dict.fromkeys(task for run in runs for task in tasks_of(run)):
+        rows = []
+        at_the_end = [answered_rows(run, len(run["phases"]) - 1, task) for run in runs]
+        last = [{row.text: row.answer for row in answered} for answered in at_the_end]
+        new = [_when_new(run, task) for run in runs]
+        for sample in next(filter(None, at_the_end), [])[:SAMPLES]:
+            text, reference = _cut(sample.text), _cut(" | ".join(sample.references))
+            for title, before, after in zip(titles, new, last, strict=True):
+                if sample.text in after:
+                    answers = (before.get(sample.text, NOTHING), after[sample.text])
+                    rows.append([text, reference, title, *map(_cut, answers)])
+                    text = reference = ""
+        if rows:
+            heads = ["text", "reference", "method", "when its task was new", "after the last task"]
+            pages.append(Page(Text(task), grid(heads, rows, left=5)))
+    lead = ["The first test rows of each task, answered by the first run of each setting."]
+    return PageSection("Sample answers", lead=lead, tables=pages) if pages else None
+
+
+def _when_new(run: Tree, task: str) -> dict[str, str]:
+    phases = [str(phase) for phase in run["phases"]]
+    rows = answered_rows(run, phases.index(task), task) if task in phases else []
+    return {row.text: row.answer for row in rows}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SAMPLE_CHARACTERS else f"{text[: SAMPLE_CHARACTERS - 1]}…"
+
+
+def _origin(results: Sequence[Tree]) -> PageSection:
+    """Return what is needed to trust and repeat the runs: folders, seeds, fingerprints, versions and settings."""
+    heads = ["run", "seed", "fingerprint", "raycl", "finished"]
+    rows = [
+        [
+            str(result.get(FOLDER) or (result["config"].get("output") or {}).get("name") or NOTHING),
+            str(result["config"].get("seed")),
+            str(result.get("fingerprint", NOTHING)),
+            str(result.get("raycl", NOTHING)),
+            "no" if result.get("finished") is False else "yes",
+        ]
+        for result in results
+    ]
+    versions = sorted(
+        {(name, version) for result in results for name, version in (result.get("versions") or {}).items()}
+    )
+    pages = [
+        Page(Text("runs"), grid(heads, rows, left=5)),
+        Page(Text("versions"), grid(["library", "version"], versions, left=2)),
+    ]
+    for settings, group in grouped(results):
+        matrix = SeedMatrix.over(group[:1], settings)
+        leaves = flatten({name: part for name, part in group[0]["config"].items() if name != "output"})
+        pages.append(
+            Page(
+                Text(f"settings of {matrix.title}"),
+                grid(["setting", "value"], [[key, str(value)] for key, value in sorted(leaves.items())], left=2),
+            )
+        )
+    folders = [str(result[FOLDER]) for result in results if FOLDER in result]
+    if folders:
+        commands = {
+            "write this page again": f"raycl report {shlex.join(folders)} --html report.html",
+            "state of a run, and its next command": f"raycl status {shlex.quote(folders[0])}",
+            "continue a run that is not finished": f"raycl train --resume {shlex.quote(folders[0])}",
+        }
+        pages.insert(0, Page(Text("commands"), grid(["to", "run"], commands.items(), left=2)))
+    return PageSection("Runs, versions and settings", numbers=pages)

@@ -1,0 +1,81 @@
+"""`raycl report --html`: one file about real runs, in a browser on a phone and a desk, without script or network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from chromium import recorded
+from page_looks import SCHEMES, faults, window
+from playwright.sync_api import Browser
+from tiny import Complete
+
+from raycl.cli.main import main
+
+METHODS = ("lora", "slm", "sapt")
+SECTIONS = (
+    "Comparison",
+    "Verdicts",
+    "Verdicts on forgetting",
+    "Accuracy matrices",
+    "Accuracy over time",
+    "Forgetting and transfer",
+    "Attention over adapters",
+    "Routing",
+    "Cost",
+    "Sample answers",
+    "Runs, versions and settings",
+)
+
+
+@pytest.fixture(scope="module")
+def written(complete: Complete, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    folders = [complete("bert", method, "torch").storage.uri for method in METHODS]
+    assert main(["report", *folders, "--html", str(file), "--quiet"]) == 0
+    return file
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_page_can_be_read_everywhere(written: Path, browser: Browser, width: int, scheme: str) -> None:
+    page = window(browser, width, scheme)
+    errors, asked = recorded(page), []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(written.as_uri())
+    assert page.locator("section h2").all_inner_texts() == list(SECTIONS)
+    assert faults(page) == [] == errors
+    for details in page.locator("details").all():
+        details.locator("summary").click()
+    assert faults(page) == [], "the numbers as tables too"
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.context.close()
+
+
+def test_pictures_have_their_numbers_as_tables(written: Path, browser: Browser, complete: Complete) -> None:
+    page = window(browser, 1440, "dark")
+    page.goto(written.as_uri())
+    drawn = page.locator("section:has(figure svg)")
+    assert drawn.count() == 8
+    for place in range(drawn.count()):
+        assert drawn.nth(place).locator("table").count() >= 1, drawn.nth(place).locator("h2").inner_text()
+    matrices = page.locator("#accuracy-matrices")
+    matrices.locator("summary").click()
+    result = json.loads(complete("bert", "lora", "torch").storage.read("results.json"))
+    last = [f"{cell['value']:.1f}" for cell in result["matrix"][-1]]
+    rows = matrices.locator("tr", has_text="after animal").all_inner_texts()
+    assert any(row.split()[2:] == last for row in rows)
+    answers = page.locator("#sample-answers table").first.locator("tbody tr").count()
+    assert answers == 3 * len(METHODS), "three texts, answered by each method"
+    inks = page.locator("#routing svg text").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
+    assert set(inks) == {"rgb(230, 228, 222)", "rgb(154, 162, 165)"}, "black and grey words are light on a dark page"
+    page.context.close()
+
+
+def test_the_file_needs_nothing_else(written: Path) -> None:
+    text = written.read_text()
+    assert "<script" not in text and "default-src 'none'" in text
+    outside = set(re.findall(r"(?:src|href)=\"([^\"#]+)\"", text))
+    assert {address.partition(":")[0] for address in outside} <= {"data"}

@@ -1,0 +1,66 @@
+"""The page about runs: what it leaves out, and texts that are no markup."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycl.errors import RunError
+from raycl.metrics.run_results import find_results
+from raycl.operations.report.page.report_page import report_page
+from raycl.operations.report.page.sections import MOST_CURVES, sections_of
+from raycl.operations.report.plots import DARK, matrix_figure, svg_of
+from raycl.storage.records import hashed
+
+Make = Callable[..., dict[str, Any]]
+
+
+def titles(results: list[dict[str, Any]]) -> list[str]:
+    return [section.title for section in sections_of(results)]
+
+
+def test_sections_are_those_that_runs_have_numbers_for(make_result: Make, make_routed: Make) -> None:
+    alone = titles([make_result()])
+    assert alone[:2] == ["Comparison", "Accuracy matrices"] and "Routing" not in alone and "Verdicts" not in alone
+    routed = make_routed(["agnews", "dbpedia"])
+    assert "Routing" in titles([routed]) and "Attention over adapters" not in titles([routed])
+    assert "Verdicts" in titles([make_result("lora"), make_result("sapt")])
+    unfinished = make_result() | {"finished": False, "metrics": {"ap": None, "f_ra": None}}
+    unfinished["matrix"][1:] = [[None] * 3] * 2
+    assert "Forgetting and transfer" not in titles([unfinished])
+
+
+def test_texts_of_runs_are_no_markup(make_result: Make, tmp_path: Path) -> None:
+    result = make_result()
+    result["config"]["method"]["note"] = "<b>bold</b>"
+    for phase in ("000-agnews", "002-yahoo"):
+        folder = tmp_path / "run/predictions" / phase
+        folder.mkdir(parents=True)
+        row = {"text": "<img src=x onerror=alert(1)>", "references": ["$x$"], "answer": phase, "score": 0.0}
+        (folder / "agnews.jsonl").write_text(f"{json.dumps(row)}\n")
+    (tmp_path / "run/results.json").write_text(json.dumps(hashed(result)))
+    page = report_page(find_results(tmp_path), "<i>title</i>")
+    assert "<img" not in page and "<b>" not in page and "<i>" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page and "&lt;b&gt;bold" in page
+    assert "<td>000-agnews</td><td>002-yahoo</td>" in page, "when its task was new, and after the last one"
+
+
+def test_a_picture_follows_the_colours_of_the_page(make_result: Make) -> None:
+    picture = svg_of(matrix_figure([make_result()]))
+    assert picture.startswith("<svg") and "currentColor" in picture and "#000000" not in picture
+    assert DARK in picture and "<metadata" not in picture and "sapt on long-a" in picture
+    assert picture == svg_of(matrix_figure([make_result()])), "the same file for the same runs"
+
+
+def test_many_settings_are_all_in_tables(make_result: Make) -> None:
+    results = [make_result(f"method{number}") for number in range(MOST_CURVES + 3)]
+    curves = next(section for section in sections_of(results) if section.title == "Accuracy over time")
+    assert curves.lead == [f"The {MOST_CURVES} settings with the highest AP."]
+    page = report_page(results, "many")
+    assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
+    with pytest.raises(RunError, match="no method with AP is named 'nothing'"):
+        report_page(results, "many", "nothing")
