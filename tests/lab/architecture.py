@@ -59,6 +59,7 @@ DOORS = {
     "datasets": ("raycl/data/sources/hub.py",),
     "jinja2": ("raycl/backbone/markup/render_process.py", "raycl/operations/report/page/"),
     "faiss": ("raycl/routing/slot_index.py",),
+    "peft": ("raycl/operations/banks/fusion.py", "benchmarks/"),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
     "simpleeval": ("raycl/operations/sweep/definition/expressions.py",),
     "sentence_transformers": ("raycl/routing/sentence_encoder.py",),

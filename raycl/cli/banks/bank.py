@@ -68,6 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--with-samples", action="store_true", help="also write stored samples, inputs of users")
     export.add_argument("--without-head", action="store_true", help="leave label heads out")
     export.add_argument("--backbone", help="where the backbone is now, if not where it was")
+    fusing = command("fuse", "one adapter out of those of all tasks, and what that costs them", reference=True)
+    fusing.add_argument("--how", required=True, choices=["average", "arithmetic", "ties", "dare", "svd"])
+    fusing.add_argument(
+        "--adapters",
+        metavar="LIST",
+        help="name,name or name=weight,...; default: all; weight 1 (arithmetic, ties) or 1/N",
+    )
+    fusing.add_argument("--density", type=float, default=0.2, help="ties, dare: share of entries kept (default: 0.2)")
+    fusing.add_argument("--rank", type=int, help="default: ranks added up; svd: the largest")
+    fusing.add_argument("--seed", type=int, default=0, help="dare: of the entries that are drawn (default: 0)")
+    fusing.add_argument("--to", metavar="BRANCH", help="branch that points at the result (default: fused-HOW)")
+    add_scoring(fusing)
     importing = command("import", "publish a PEFT LoRA made elsewhere")
     importing.add_argument("folder", metavar="ADAPTER", help="folder, or hf://ORG/NAME[/FOLDER][@REVISION]")
     importing.add_argument("--name", required=True, help="of the adapter; with --examples of its task")
@@ -89,12 +101,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("new", metavar="REF", help="the same")
     forgetting = command("forget", "a new snapshot without a task, and what that cost the others", reference=True)
     forgetting.add_argument("task")
-    forgetting.add_argument("--rows", type=int, help="test rows of each task; default: as many as the run used")
-    forgetting.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
-    forgetting.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
-    forgetting.add_argument("--backbone", help="where the backbone is now, if not where it was")
+    add_scoring(forgetting)
+
+
+def add_scoring(parser: argparse.ArgumentParser) -> None:
+    """Add arguments of a command that scores tasks before and after."""
+    parser.add_argument("--rows", type=int, help="test rows of each task; default: as many as the run used")
+    parser.add_argument("--without-scores", action="store_true", help="do not evaluate before and after")
+    parser.add_argument("--set", action="append", default=[], metavar="stream.KEY=VALUE", help="data has moved")
+    parser.add_argument("--backbone", help="where the backbone is now, if not where it was")
     data = "s3://BUCKET or the like at which the snapshot's record may name data, other than the bank's own"
-    forgetting.add_argument("--allow-storage", metavar="ADDRESS", action="append", default=[], help=data)
+    parser.add_argument("--allow-storage", metavar="ADDRESS", action="append", default=[], help=data)
 
 
 def run(options: argparse.Namespace) -> int:

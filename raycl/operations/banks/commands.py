@@ -1,11 +1,13 @@
 """The commands of `raycl bank`: each returns an answer as text and as a tree for scripts."""
 
+from __future__ import annotations
+
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycl.backbone import BackboneConfig, load_codec
 from raycl.backbone.codec import capabilities_of
@@ -31,6 +33,10 @@ from raycl.text_tables import grid, render
 from raycl.training.records.hub import on_hub
 from raycl.training.records.journal import last_attempt, read_state
 from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank
+from raycl.types import Score
+
+if TYPE_CHECKING:
+    from raycl.operations.banks.unlearning import RecordedSources
 
 
 @dataclass(frozen=True)
@@ -383,29 +389,75 @@ def _diff(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _forget(bank: Bank, options: Namespace) -> CommandResult:
-    from raycl.operations.banks.unlearning import (  # brings the engine, which other commands need not
-        RecordedSources,
-        forget,
-    )
+    from raycl.operations.banks.unlearning import forget
 
     snapshot = resolve(bank, options.snapshot)
-    overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
-    sources = RecordedSources(overrides, options.backbone or "", _permissions(options), options.allow_storage)
-    done = forget(bank, snapshot, options.task, not options.without_scores, sources)
-    pairs = {task: (before, done.after[task]) for task, before in done.before.items()}
-    rows = [
-        (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", old.count)
-        for task, (old, new) in pairs.items()
-    ]
+    done = forget(bank, snapshot, options.task, not options.without_scores, _sources(options))
     gone = ", ".join(done.removed) or "no adapter"
     words = f"snapshot {done.new} is snapshot {done.old} without '{done.task}' (removed: {gone})"
-    scored = table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+    scored = _score_table(done.before, done.after)
     moved = ""
     if is_branch_name(options.snapshot) and Branch(bank, options.snapshot).head() == snapshot.number:
         Branch(bank, options.snapshot).advance(bank.open(done.new), f"'{options.task}' forgotten")
         moved = f"branch '{options.snapshot}' points at snapshot {done.new}"
     stays = f"snapshot {done.old} stays until it is pruned (prune --keep-snapshots)"
     return CommandResult("\n".join(filter(None, [scored, words, moved, stays])), asdict(done))
+
+
+def _sources(options: Namespace) -> RecordedSources:
+    """Return where data and backbone of a snapshot that is scored are now."""
+    from raycl.operations.banks.unlearning import RecordedSources  # brings the engine, which other commands need not
+
+    overrides = options.set + ([f"stream.test_rows={options.rows}"] if options.rows else [])
+    return RecordedSources(overrides, options.backbone or "", _permissions(options), options.allow_storage)
+
+
+def _score_table(before: Mapping[str, Score], after: Mapping[str, Score]) -> str:
+    """Return the scores of tasks before and after, and their means over several; "" without any."""
+    pairs = {task: (score, after[task]) for task, score in before.items()}
+    rows = [
+        (task, f"{old.value:.1f}", f"{new.value:.1f}", f"{new.value - old.value:+.1f}", str(old.count))
+        for task, (old, new) in pairs.items()
+    ]
+    return table(("task", "before", "after", "difference", "examples"), rows) if rows else ""
+
+
+def _fuse(bank: Bank, options: Namespace) -> CommandResult:
+    from raycl.operations.banks.fusion import FusionSettings, fuse  # brings peft
+    from raycl.operations.banks.unlearning import evaluate
+
+    snapshot, branch = resolve(bank, options.snapshot), Branch(bank, options.to or f"fused-{options.how}")
+    if branch.head() is not None:
+        raise BankError(
+            f"branch '{branch.name}' points at snapshot {branch.head()} already: name a new branch with --to, or "
+            "delete that one"
+        )
+    if not 0 < options.density <= 1 or (options.rank is not None and options.rank < 1):
+        raise BankError(
+            f"--density is {options.density:g} and --rank {options.rank}: expected a density above 0 up to 1, and a "
+            "rank of 1 or more"
+        )
+    names: dict[str, float | None] = {}
+    for part in options.adapters.split(",") if options.adapters else ():
+        names |= _weights(part) if "=" in part else {part.strip(): None}
+    sources = _sources(options)
+    before = {} if options.without_scores else evaluate(bank, snapshot, sources=sources)
+    settings = FusionSettings(options.how, options.density, options.rank, options.seed)
+    fused = fuse(bank, snapshot, settings, names, branch.name.replace("/", "-"))
+    branch.advance(fused.snapshot, f"fused by {options.how}")
+    after = evaluate(bank, fused.snapshot, sources=sources) if before else {}
+    kept = {task: before[task] for task in after}
+    words = (
+        f"branch '{branch.name}' points at snapshot {fused.snapshot.number}, in which {fused.adapter.ref} answers "
+        f"every text: {counted(len(fused.weights), 'adapter')} of snapshot {snapshot.number} by {options.how}, rank "
+        f"{fused.rank}, which loses {100 * fused.lost:.1f} % of the update's norm\nit has no training state: it "
+        "answers, and no run can start from it"
+    )
+    tree = {"snapshot": fused.snapshot.number, "branch": branch.name, "adapter": str(fused.adapter.ref)}
+    tree |= {"weights": fused.weights, "rank": fused.rank, "lost": fused.lost}
+    tree |= {"before": {task: asdict(score) for task, score in kept.items()}}
+    tree |= {"after": {task: asdict(score) for task, score in after.items()}}
+    return CommandResult("\n".join(filter(None, [_score_table(kept, after), words])), tree)
 
 
 def _permissions(options: Namespace) -> Permissions:
@@ -428,6 +480,7 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
     "prune": _prune,
     "diff": _diff,
     "forget": _forget,
+    "fuse": _fuse,
 }
 """Command -> what it does."""
 
@@ -439,7 +492,7 @@ def answer(options: Namespace) -> CommandResult:
         RayclError: there is no such bank, or the command failed.
     """
     begins = options.command == "import" and find_bank(options.bank) is None
-    takes_reference = options.command in ("log", "tag", "export", "forget")
+    takes_reference = options.command in ("log", "tag", "export", "forget", "fuse")
     named = bank_and_reference if takes_reference else bank_at
     bank, branch = (Bank.at(options.bank), MAIN) if begins else named(options.bank)
     options.snapshot = branch
