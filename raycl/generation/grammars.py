@@ -1,21 +1,31 @@
-"""Answers of a form: JSON of a schema, a regular expression, a grammar; by llguidance, which limits its own work."""
+"""Answers of a form: JSON of a schema, a regular expression, a grammar; by llguidance, which limits its own work at
+each token. A new form is tried in a process of its own first (`raycl.generation.form_process`)."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
+from raycl.backbone.markup.rendering import isolated
 from raycl.errors import ConfigError
+from raycl.generation import form_process
 
 FormKind = Literal["json", "regex", "grammar"]
 
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of JSON, as Python's `json.dumps` writes it: models that may write any amount do not always stop."""
+
+MAX_FORM = 65_536
+"""Characters of a form: the time to read a regular expression grows with the square of its length."""
+
+KEPT_FORMS = 32
+"""Forms that are kept ready: clients send the same one with every request."""
 
 INSTALL = "pip install 'raycl[structured]'"
 
@@ -60,6 +70,7 @@ class Grammars:
         """
         self._given, self._ends = tokenizer, sorted(ends)
         self._lock = threading.Lock()
+        self._known = lru_cache(maxsize=KEPT_FORMS)(self._new)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -79,17 +90,48 @@ class Grammars:
             form: JSON schema as a tree, regular expression, or grammar in GBNF or Lark.
 
         Raises:
-            ConfigError: llguidance is not installed, or reads no such tokenizer. ValueError: there is no such form.
+            ConfigError: llguidance is not installed, or reads no such tokenizer.
+            ValueError: there is no such form, or it is too large.
         """
+        text = form if isinstance(form, str) and kind != "json" else json.dumps(form)
+        if len(text) > MAX_FORM:
+            raise ValueError(f"it has {len(text)} characters, expected at most {MAX_FORM}")
+        return self._known(kind, text)
+
+    def _new(self, kind: FormKind, form: str) -> Grammar:
         with self._lock:
             tokenizer = self._tokenizer
         from llguidance import LLMatcher, grammar_from
 
         if kind == "json":
-            text = LLMatcher.grammar_from_json_schema(json.dumps(form), overrides=WRITTEN)
+            text = LLMatcher.grammar_from_json_schema(form, overrides=WRITTEN)
         else:
             text = grammar_from(kind, form)
+        _try(text)
         matcher = LLMatcher(tokenizer, text, log_level=0)
         if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split())[:300])
+            raise ValueError(_in_one_line(matcher.get_error()))
         return Grammar(matcher, tokenizer.eos_tokens)
+
+
+def _try(grammar: str) -> None:
+    """Read a grammar in another process.
+
+    Raises:
+        ValueError: it is none, or it takes too much.
+    """
+    process = isolated(form_process.__file__)
+    done: subprocess.CompletedProcess[bytes] = subprocess.run(
+        **process, input=grammar.encode(), capture_output=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(
+            f"it takes more than {form_process.CPU_S:g} s of CPU time or {form_process.MEMORY_MIB} MiB of memory to "
+            "read: expected fewer regular expressions that hold together, and fewer repetitions"
+        )
+    if done.stdout:
+        raise ValueError(_in_one_line(done.stdout.decode(errors="replace")))
+
+
+def _in_one_line(problem: str) -> str:
+    return " ".join(problem.split())[:300]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -164,3 +167,46 @@ def test_a_form_that_grows_too_complex_ends_the_answer(wire: Wire) -> None:
     state._matcher.consume_token(10**6)
     assert list(state.after([])) == [wire.engine.codec.eos_id]
     assert wire.ask("a", weights={}, sampling=Sampling(50, allowed=grammar)).text.isalpha()
+
+
+PATTERNS = [f".*a.{{{number}}}b.*" for number in range(1, 40)]
+"""Regular expressions that hold together: the time to find whether a text satisfies n of them doubles with n."""
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"^({text})$"} for text in PATTERNS]}}, "of memory"),
+        ({"guided_grammar": "start: A\nA: " + " & ".join(f"/{text}/" for text in PATTERNS)}, "of memory"),
+        ({"guided_regex": "(a|b)?" * 30_000}, "has 180000 characters, expected at most 65536"),
+        ({"guided_json": {"type": "string", "pattern": "(a|b)?" * 30_000}}, "characters, expected at most 65536"),
+    ],
+    ids=["schema", "grammar", "long regex", "long schema"],
+)
+def test_a_form_that_takes_too_much_is_refused_while_others_are_answered(
+    wire: Wire, form: dict[str, Any], said: str
+) -> None:
+    waits: list[float] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.05):
+            began = time.monotonic()
+            wire.get("/healthz")
+            waits.append(time.monotonic() - began)
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            body = {"messages": [{"role": "user", "content": "a city"}], "max_tokens": 2, **form}
+            status, message = problem(wire.post("/v1/chat/completions", body))
+        finally:
+            over.set()
+        looking.result()
+    assert status == 400 and said in message and "\n" not in message
+    assert max(waits, default=0.0) < 10, "building it holds the event loop"
+
+
+def test_a_form_is_built_once(wire: Wire) -> None:
+    grammars = wire.service.engine.grammars
+    assert grammars.grammar("regex", "[ab]{3}") is grammars.grammar("regex", "[ab]{3}")

@@ -51,7 +51,7 @@ DOORS = {
     ),
     "bitsandbytes": ("raycl/training/optimizers/built_in.py",),
     "deepspeed": ("raycl/training/engines/deepspeed.py",),
-    "llguidance": ("raycl/generation/grammars.py",),
+    "llguidance": ("raycl/generation/grammars.py", "raycl/generation/form_process.py"),
     "omegaconf": ("raycl/config/",),
     "boto3": ("raycl/storage/remote.py",),
     "botocore": ("raycl/storage/remote.py",),

@@ -108,15 +108,23 @@ def renderer() -> Renderer:
 os.register_at_fork(after_in_child=renderer.cache_clear)  # only the process that started it may use it
 
 
-def _started() -> subprocess.Popen[bytes]:
-    """Return a new process, ready to answer; it imports what this one imports, nothing from its working directory."""
+def isolated(program: str) -> dict[str, Any]:
+    """Return arguments of `subprocess` for a process that imports what this one imports, nothing from its working
+    directory, and has none of its environment.
+
+    Args:
+        program: Python file, which gets the import path as JSON.
+    """
     path = [folder for folder in sys.path if Path(folder).is_absolute()]
-    command = [sys.executable, "-I", render_process.__file__, json.dumps(path)]
     known = {name: os.environ[name] for name in KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"}
+    return {"args": [sys.executable, "-I", program, json.dumps(path)], "env": known, "cwd": "/"}
+
+
+def _started() -> subprocess.Popen[bytes]:
+    """Return a new process, ready to answer."""
+    pipe, known = subprocess.PIPE, isolated(render_process.__file__)
     try:
-        process = subprocess.Popen(
-            command, env=known, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
+        process: subprocess.Popen[bytes] = subprocess.Popen(**known, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
     except OSError as error:
         raise BackboneError(f"{NO_PROCESS}: {error}") from error
     first = _line(process)

@@ -13,7 +13,7 @@ from raycl.errors import ConfigError
 from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
-from raycl.serve.errors import InvalidRequestError, LimitExceededError, NotFoundError
+from raycl.serve.errors import DeadlineExceededError, InvalidRequestError, LimitExceededError, NotFoundError
 from raycl.serve.http.schema import AUTO, MAX_NUMBER, Form, Generation, Pins, Request, ResponseDetails
 from raycl.serve.service.service import Service
 
@@ -84,7 +84,10 @@ async def _limits_of(service: Service, forms: Sequence[Form]) -> dict[str, Any]:
         return {"choices": tuple(dict.fromkeys(value))}
     try:
         form = json.loads(value) if kind == "json" and isinstance(value, str) else value
-        return {"allowed": await asyncio.to_thread(service.engine.grammars.grammar, kind, form)}
+        async with asyncio.timeout(service.config.limits.timeout_s):
+            return {"allowed": await asyncio.to_thread(service.engine.grammars.grammar, kind, form)}
+    except TimeoutError as error:
+        raise DeadlineExceededError(f"{field} was not read within the time of a request: send less") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{field} names no form of an answer: {error}") from error
     except ConfigError as error:
