@@ -8,6 +8,7 @@ python jobs/benchmark.py growth                        what 5, 20 and 100 tasks 
 python jobs/benchmark.py migu                          step time with and without MIGU, masked and row-sparse
 python jobs/benchmark.py step                          memory and time of a decoder's training step, packed or padded
 python jobs/benchmark.py bank                          the bank against the disk, the object store against copying
+python jobs/benchmark.py parallel                      tasks at the same time, here and on a simulated cluster
 python jobs/benchmark.py sweep                         a trial above the run alone, ASHA against the full grid
 python jobs/benchmark.py serve                         the endpoint beside the model alone and Ray Serve alone
 python jobs/benchmark.py decode --backbone DIR         tokens of one and of many streams beside Hugging Face's generate
@@ -41,6 +42,7 @@ BENCHMARKS = {
     "retrieval": "benchmarks.serving.retrieval",
     "growth": "benchmarks.growth",
     "serve": "benchmarks.serving.serving",
+    "parallel": "benchmarks.parallel",
     "sweep": "benchmarks.sweep",
     "predict": "benchmarks.serving.predict",
     "decode": "benchmarks.serving.decode",

@@ -7,6 +7,7 @@ those of earlier tasks afterwards, as the one worker group of a run has them one
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -28,6 +29,8 @@ from raycl.training.workers.control import Control
 from raycl.training.workers.distributed import DistributedContext, memory_used
 from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
+
+log: logging.Logger = logging.getLogger("raycl")
 
 
 class LoneTask:
@@ -61,8 +64,10 @@ class LoneTask:
     def learn(self) -> None:
         """Learn the task, from its newest checkpoint on, or until a stop is requested."""
         context, phase, recorder, world = self._context, self._phase, self.recorder, self._world
-        if recorder.state.phases:
+        if TaskRecords(recorder.storage, recorder.state).learned is not None:
             return
+        if recorder.state.phases:
+            recorder.go_back([], [], f"'{phase.name}' is learned again: the run has lost what it has joined")
         for earlier in context.phases[: phase.index]:  # rows of scores stand in the order of all labels
             context.backbone.learn_labels(phase_labels(earlier))
         point = newest_resume_point(recorder.storage, recorder.state, world, recorder.objects, elsewhere=phase.index)
@@ -115,6 +120,10 @@ def score_row(
     if done is not None:
         load_checkpoint(context, done)
         joined = done.covers
+    if joined < len(state.phases):
+        if world.is_first:
+            log.warning("the row is left to the run, whose last checkpoint is damaged: it learns a task again first")
+        return
     for earlier in context.phases[joined : phase.index + 1]:
         _, done = join_task(context, earlier, TaskRecords.of(run, earlier, world).checkpoint(world, shared))
     assert done is not None, "there is a task"

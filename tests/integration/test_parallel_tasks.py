@@ -270,6 +270,21 @@ def test_tasks_that_are_added_are_learned_at_the_same_time(lab: Lab, tmp_path: P
     assert exported(Storage.at(tmp_path / "whole")) == exported(Storage.at(tmp_path / "split"))
 
 
+def test_a_damaged_checkpoint_of_the_run_costs_the_task_that_it_had_joined(lab: Lab, tmp_path: Path) -> None:
+    """The run goes back by one task, which it learns itself, and joins those that are learned."""
+    driver.train(prepare(config_of(lab, "bert", "epi", tmp_path / "whole")))
+    learn(config_of(lab, "bert", "epi", tmp_path / "split", 2, stream={"tasks": four(lab)[:2]}))
+    split = Storage.at(tmp_path / "split")
+    split.write(f"checkpoints/{read_state(split).checkpoints[-1]}/manifest.json", b"{}")
+    prepared = extend(split.address, [json.dumps(task) for task in four(lab)[2:]], ("launch.parallel_tasks=2",))
+    groups = Groups(prepared)
+    learn_at_once(prepared, parts_of(prepared), None, groups)
+    driver.train(prepared)
+    assert [name for kind, name in groups.done if kind == "learn"] == ["again", "last"]
+    whole = Storage.at(tmp_path / "whole")
+    assert matrix(whole) == matrix(split) and exported(whole) == exported(split) and trace(whole) == trace(split)
+
+
 @pytest.mark.parametrize(
     ("method", "sections", "reason"),
     [

@@ -51,8 +51,10 @@ class TaskRecords:
     @property
     def learned(self) -> dict[str, Any] | None:
         """The record of the training; None: it is not over, or the task was joined and its checkpoints are deleted."""
-        is_there = bool(self.state.phases) and self.storage.exists(f"{checkpoints.FOLDER}/{self.state.checkpoints[-1]}")
-        return self.state.phases[0] if is_there else None
+        if not self.state.phases:
+            return None
+        manifest = f"{checkpoints.FOLDER}/{self.state.checkpoints[-1]}/{checkpoints.MANIFEST}"
+        return self.state.phases[0] if self.storage.exists(manifest) else None
 
     @property
     def scored(self) -> dict[str, Any] | None:
