@@ -73,6 +73,11 @@ def _placed(chances_DV: Tensor, points_D1: Tensor) -> Tensor:
     return (sums_DV <= points_D1 * sums_DV[:, -1:]).sum(-1)
 
 
+WINDOW, CONTEXT = 64, 8
+"""After so many tokens those but the last `CONTEXT` are decoded for the last time; as many before them stay in front of
+later ones, since a tokenizer may read a token by its neighbours."""
+
+
 class DecodedText:
     """An answer's tokens as text that may be sent.
 
@@ -110,6 +115,7 @@ class DecodedText:
         self.ids: list[int] = []
         self.finish: str | None = None
         self._sent = 0
+        self._settled, self._first, self._next = "", 0, WINDOW
 
     def push(self, token: int) -> str:
         """Add a token, and return the text that can be sent now, which may be empty."""
@@ -117,7 +123,7 @@ class DecodedText:
             self.finish = "stop"
         else:
             self.ids.append(token)
-        text = self._decoded(self.ids)[self._before :]
+        text = self._text()
         ends = [position for stop in self.settings.stop if (position := text.find(stop)) >= 0]
         if ends:
             text, self.finish = text[: min(ends)], "stop"
@@ -131,10 +137,30 @@ class DecodedText:
         piece, self._sent = sure[self._sent :], max(self._sent, len(sure))
         return piece
 
+    def _text(self) -> str:
+        """Return the text of all tokens, of which only the last ones are decoded again."""
+        text = self._settled + self._decoded(self.ids[self._first :])[self._before :]
+        if len(self.ids) < self._next or self._tidies:
+            return text
+        first = len(self.ids) - CONTEXT
+        context = self.ids[first - CONTEXT : first]
+        front, whole = self._read(context), self._read(self.ids[first - CONTEXT :])
+        rest = whole[len(front) :]
+        is_cut = "\N{REPLACEMENT CHARACTER}" in whole  # a character is in two parts: the next place is tried
+        if not is_cut and whole.startswith(front) and text.endswith(rest):
+            self._continues, self._before, self._first = context, len(front), first
+            self._next = len(self.ids) + WINDOW
+            self._settled = text.removesuffix(rest)
+        return text
+
     def _decoded(self, ids: list[int]) -> str:
-        """Return the text of tokens and of those that they continue; with special tokens where a stop has one."""
+        """Return the text of tokens and of those that they continue."""
+        return self._read([*self._continues, *ids])
+
+    def _read(self, ids: list[int]) -> str:
+        """Return the text of tokens; with special tokens where a stop has one."""
         skips = self._special is None and not self.settings.keeps_special
-        text: str = self._tokenizer.decode([*self._continues, *ids], skip_special_tokens=skips, **self._reading)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skips, **self._reading)
         return text
 
     def _withheld(self, text: str) -> int:

@@ -14,7 +14,7 @@ from service_client import LIMIT, WAIT_S, Reply, alone, bank_of, chunks, example
 from tiny import Taught, opened
 
 from raycl.errors import ConfigError, RayclError
-from raycl.generation.requests import LabelScores, Sampling, Started, TextDelta
+from raycl.generation.requests import LabelScores, PromptLogprobs, Sampling, Started, TextDelta
 from raycl.serve.engine.truncation import PromptRequest, TruncatedPrompt
 
 WEIGHTS: tuple[dict[str, float], ...] = (
@@ -272,6 +272,20 @@ def test_cancelled_requests_stop(taught: Taught, tmp_path: Path) -> None:
             "they never spoke"
         )
         assert client.ask("fire is", weights={"colour": 1.0}).finish
+
+
+def test_the_prompt_of_a_cancelled_request_is_not_scored(taught: Taught, tmp_path: Path) -> None:
+    scored = Sampling(0, logprobs=1, prompt_logprobs=True)
+    with serving(bank_of(taught("llama", "separate"), tmp_path)) as client:
+        with client.paused():
+            first, other = (
+                client.ask("fire is", weights={}, templated=False, sampling=scored).request for _ in range(2)
+            )
+            seen: list[object] = []
+            first.send, other.send = (lambda event: setattr(other, "cancelled", True)), seen.append
+        client.settle()
+        assert not any(isinstance(event, PromptLogprobs) for event in seen)
+        assert client.engine.pending == 0
 
 
 def test_the_load_counts_what_is_not_finished(taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

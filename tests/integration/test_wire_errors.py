@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "many answers in all": (TEXT, {"prompt": ["a"] * 3, "n": 3}, 400, "expected 1 to 6 answers in one request"),
     "a seed": (CHAT, chat(seed=2**63), 400, "seed: Input should be less than"),
     "no stop": (CHAT, chat(stop=""), 400, "stop: String should have at least 1 character"),
-    "many stops": (CHAT, chat(stop=["a"] * 17), 400, "stop"),
+    "many stops": (CHAT, chat(stop=["a"] * 17), 400, "stop: List should have at most 16 items"),
     "a long stop": (CHAT, chat(stop="a" * 257), 400, "stop: String should have at most 256 characters"),
     "tools": (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function: Field required"),
     "tools of no template": (
@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
         *(TEXT, {"prompt": [[1], [2]], "raycl": {"template": True}}, 400),
         "raycl.template is true and the prompt is token ids",
     ),
+    "many prompt tokens": (TEXT, {"prompt": [1] * 61}, 400, "the prompt has 61 tokens, this endpoint reads at most 60"),
     "texts among tokens": (TEXT, {"prompt": [1, "a"]}, 400, "prompt"),
     "a long text": (ROUTE, {"input": "a " * 1501}, 400, "a text has 3002 characters: this endpoint reads at most 3000"),
     "a long prompt": (

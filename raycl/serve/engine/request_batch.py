@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from raycl.backbone import Backbone
-from raycl.errors import AdapterError
+from raycl.errors import AdapterError, RayclError
 from raycl.generation import dynamic_cache
 from raycl.generation.continuous_batch import BatchRow, ContinuousBatch
 from raycl.generation.prefix_cache import Scope, ScopedPrompt
@@ -22,6 +22,8 @@ PATIENCE_S = 1.0
 """Seconds during which later texts may join before one whose adapters do not fit with the active ones."""
 
 OVERFLOW = "the model's outputs are not finite under this mixture: use weights closer to those of training"
+
+CANCELLED = "the answer is no longer wanted"
 
 Send = Callable[[EngineRequest, Event], None]
 
@@ -132,7 +134,7 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         self.deactivate()
         self._score_prompts(ready)
         whole = ready
-        ready = [prepared for prepared in ready if prepared.sampling and prepared.sampling.max_tokens]
+        ready = [prepared for prepared in ready if not prepared.request.over]
         if not ready:
             return whole
         rows = [RequestRow(prepared, self.backbone, self._send) for prepared in ready]
@@ -148,10 +150,13 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         return whole
 
     def _score_prompts(self, ready: Sequence[PreparedRequest]) -> None:
-        """Send the log probabilities of prompts that want them, and end requests for no token."""
+        """Send the log probabilities of prompts that want them; requests for no token, and cancelled ones, end."""
         for prepared in ready:
             sampling = prepared.sampling
             assert sampling is not None, "only texts are decoded"
+            if prepared.request.cancelled:  # while the prompts before it were read
+                self._send(prepared.request, Failed(RayclError(CANCELLED)))
+                continue
             if sampling.prompt_logprobs and not prepared.request.is_scored:
                 with self._model.activate(prepared.mixture):
                     found = dynamic_cache.prompt_logprobs(self.backbone, prepared.ids, sampling.logprobs or 0)

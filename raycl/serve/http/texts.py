@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from raycl.errors import RayclError
 from raycl.generation.requests import PromptLogprobs, ResponseMetadata, Started, TextDelta, TokenLogprobs
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.errors import InvalidRequestError, error_response
+from raycl.serve.errors import InvalidRequestError, PromptTooLongError, error_response
 from raycl.serve.http.logprobs import chat_logprobs, text_logprobs
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
@@ -109,9 +109,12 @@ def _written(service: Service, request: Generation, ids: Sequence[tuple[int, ...
 
     Raises:
         InvalidRequestError: a token that the model does not have, or a prompt around tokens.
+        PromptTooLongError: too many tokens.
     """
-    codec = service.engine.codec
-    largest = max(map(max, ids))
+    codec, most = service.engine.codec, service.config.limits.prompt_tokens
+    longest, largest = max(map(len, ids)), max(map(max, ids))
+    if longest > most:
+        raise PromptTooLongError(f"the prompt has {longest} tokens, this endpoint reads at most {most}: send less text")
     if largest >= codec.vocabulary:
         raise InvalidRequestError(f"prompt has token {largest}: expected ids from 0 to {codec.vocabulary - 1}")
     if request.pins.template:

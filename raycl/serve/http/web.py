@@ -116,12 +116,13 @@ def _unreadable(cause: BaseException) -> str:
 
 
 def _clearest(error: RequestValidationError) -> tuple[dict[str, Any], str]:
-    """Return the deepest problem of the first wrong field, and its dotted path."""
+    """Return the deepest problem of the first wrong field, and its dotted path; of alternatives that of the value's
+    type."""
     problems = [(dict(problem), _place(problem["loc"], error.body)) for problem in error.errors()]
     field = problems[0][1].partition(".")[0]
     return max(
         (problem for problem in problems if problem[1].partition(".")[0] == field),
-        key=lambda problem: problem[1].count("."),
+        key=lambda problem: (problem[1].count("."), not str(problem[0]["type"]).endswith("_type")),
     )
 
 

@@ -166,7 +166,7 @@ class Service:
         """Check the number and length of texts.
 
         Args:
-            are_tokens: they stand for token ids, of which any is a prompt.
+            are_tokens: they stand for token ids, of which any is a prompt, and whose number is checked elsewhere.
 
         Raises:
             LimitExceededError: too many, too long, or nothing in one.
@@ -177,7 +177,9 @@ class Service:
                 f"{counted(len(texts), 'text')} with {counted(answers, 'answer')} each: expected 1 to {limits.inputs} "
                 "answers in one request"
             )
-        if not (are_tokens or all(text.strip() for text in texts)):
+        if are_tokens:
+            return
+        if not all(text.strip() for text in texts):
             raise LimitExceededError("a text is empty: expected at least one word")
         check_lengths(texts, limits)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from chat_samples import TOKENIZERS
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -281,6 +283,40 @@ def test_no_part_of_a_character_is_sent(kind: str) -> None:
         if stopped.finish:
             break
     assert "".join(sent) == "a😀" and stopped.finish == "stop"
+
+
+@pytest.mark.parametrize("kind", ["words", "pieces", "bytes", "wordpiece", "byte_level", "byte_fallback"])
+@pytest.mark.parametrize("continues", [None, [3, 4]])
+def test_a_long_answer_is_what_its_tokens_say_and_each_is_decoded_a_few_times(
+    kind: str, continues: list[int] | None
+) -> None:
+    draw = random.Random(kind)
+    words = ["the", "sky", "is", "blue", "é😀", "日本語", "it's", "12,5", "  ", "\n", "�"]
+    text = " ".join(draw.choice(words) for _ in range(400))
+    if kind in TOKENIZERS:
+        tokenizer = TOKENIZERS[kind]()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        tokenizer, ids = _bytes(kind, text)
+    counting = Counting(tokenizer)
+    decoded_text = DecodedText(counting, {-1}, Sampling(10**6), continues)
+    sent = "".join(decoded_text.push(token) for token in [*ids, -1])
+    front = tokenizer.decode(continues or [], skip_special_tokens=True)
+    whole = tokenizer.decode([*(continues or []), *ids], skip_special_tokens=True)[len(front) :]
+    assert sent == (whole.strip() if continues is None else whole)
+    assert counting.tokens < 150 * len(ids) < len(ids) ** 2 / 2
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.tokens = tokenizer, 0
+
+    def decode(self, ids: list[int], **settings: Any) -> str:
+        """Decode."""
+        self.tokens += len(ids)
+        return str(self.tokenizer.decode(ids, **settings))
 
 
 def _bytes(kind: str, text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
