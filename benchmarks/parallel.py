@@ -4,6 +4,9 @@ Runs of this machine are commands of their own, with caches of their own; what c
 that it starts included, without the start of the command. A cluster is simulated: as many worker groups as there are
 tasks, in the order of raycl's own schedule, with times that were measured here, each part alone on one thread. Rows of
 more tasks than were measured follow from a line through the measured rows. Starting groups is not in these times.
+
+On a machine that others use, `--part cluster --clock processor` counts the seconds that a processor worked, without
+waiting for the disk. Two groups are simulated as well, beside the measured run of one task after another.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.figures import Figure, Report, measured
 from raycl import config as configs
@@ -35,8 +40,10 @@ from raycl.launch.local import work_here
 from raycl.launch.parallel_tasks import learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, prepare
 from raycl.launch.task_schedule import TaskSchedule
+from raycl.training.assembly import build
 from raycl.training.definition.job import Resources, TaskPart
 from raycl.training.setup.run_config import RunConfig
+from raycl.training.workers.distributed import DistributedContext
 from raycl.training.workers.stopping import HostStop
 from raycl.types import Phase
 
@@ -44,7 +51,10 @@ AT_ONCE_LIMIT, CLUSTER_LIMIT = 0.8, 1.2
 """Two tasks at a time take at most 0.8 of the time of one after another, and a cluster with a group for each task 1.2
 of the longest task and one row of the matrix."""
 
-SETTINGS = ("tasks", "rows", "test_rows", "epochs", "method", "groups", "part")
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+"""Ways to measure the parts of a run."""
+
+SETTINGS = ("tasks", "rows", "test_rows", "epochs", "method", "groups", "part", "clock")
 SEED = 5
 
 PROGRAM = """
@@ -64,14 +74,15 @@ if __name__ == "__main__":
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags of sizes; the defaults take about four minutes on two idle cores."""
+    """Add flags of sizes; the defaults take about five minutes on two idle cores."""
     parser.add_argument("--tasks", type=int, default=8, help="tasks of each run")
     parser.add_argument("--rows", type=int, default=64, help="train rows per task")
     parser.add_argument("--test-rows", type=int, default=32, help="test rows per task")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--method", choices=["epi", "slm"], default="epi")
     parser.add_argument("--groups", type=int, nargs="+", default=[4, 16, 64], help="worker groups that are simulated")
     parser.add_argument("--part", choices=["machine", "cluster", "both"], default="both")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="what is measured of each part")
 
 
 def measure(options: argparse.Namespace) -> Report:
@@ -86,7 +97,7 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
         if options.part != "cluster":
             yield from on_this_machine(tree, folder)
         if options.part != "machine":
-            yield from on_a_cluster(Times.of(tree, folder), options.groups)
+            yield from on_a_cluster(Times.of(tree, folder, CLOCKS[options.clock]), options.groups)
 
 
 def make_tree(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -157,25 +168,29 @@ class Times:
     """Measured seconds of the parts of a run.
 
     Attributes:
-        learn: of each task. score: of each row, the shortest first. join: of the run that joins all of them.
+        learn: of each task. score: of each row, the shortest first. join: of the run that joins all of them; opening:
+            of it, loading the model. in_turn: of the same run, one task after another.
     """
 
     learn: list[float] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
     join: float = 0.0
+    opening: float = 0.0
+    in_turn: float = 0.0
 
     @staticmethod
-    def of(tree: dict[str, Any], folder: Path) -> Times:
+    def of(tree: dict[str, Any], folder: Path, clock: Callable[[], float]) -> Times:
         """Measure them here, one part after the other on one thread."""
-        launch = {"mode": "local", "cpus_per_worker": 1, "parallel_tasks": 2}
-        output = {"dir": str(folder), "name": "parts"}
-        prepared = prepare(configs.validate(RunConfig, {**tree, "launch": launch, "output": output}))
-        parts = _TimedParts(prepared)
+        first = {**tree["stream"], "tasks": tree["stream"]["tasks"][:1]}
+        warm = {**tree, "stream": first, "train": {**tree["train"], "max_steps": 1}}
+        driver.train(_prepared(warm, folder / "warm", 1))  # imports what the first part would wait for
+        in_turn, prepared = _prepared(tree, folder, 1), _prepared(tree, folder, 2)
+        parts = _TimedParts(prepared, clock)
         learn_at_once(prepared, parts_of(prepared), None, parts)
-        began = time.perf_counter()
-        driver.train(prepared)
-        join = time.perf_counter() - began
-        return Times(parts.in_order("learn"), parts.in_order("score"), join)
+        join, alone = (_seconds(clock, partial(driver.train, run)) for run in (prepared, in_turn))
+        world = DistributedContext.alone(torch.device("cpu"))
+        opening = min(join, _seconds(clock, partial(build, prepared.config, world)))
+        return Times(parts.in_order("learn"), parts.in_order("score"), join, opening, alone)
 
     def of_part(self, part: TaskPart) -> float:
         """Return the seconds of a part of a run with any number of tasks."""
@@ -188,23 +203,37 @@ class Times:
     @property
     def join_each(self) -> float:
         """Seconds in which the run joins one task."""
-        return self.join / len(self.learn)
+        return (self.join - self.opening) / len(self.learn)
+
+    def joining(self, tasks: int) -> float:
+        """Return the seconds of a run that joins so many tasks."""
+        return self.opening + self.join_each * tasks
+
+
+def _prepared(tree: dict[str, Any], folder: Path, at_once: int) -> Prepared:
+    launch = {"mode": "local", "cpus_per_worker": 1, "parallel_tasks": at_once}
+    output = {"dir": str(folder), "name": f"parts-{at_once}"}
+    return prepare(configs.validate(RunConfig, {**tree, "launch": launch, "output": output}))
+
+
+def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
+    began = clock()
+    work()
+    return clock() - began
 
 
 class _TimedParts:
     """Does the parts of a run in this process, one at a time, and measures each."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def __init__(self, prepared: Prepared, clock: Callable[[], float]) -> None:
+        self._prepared, self._clock = prepared, clock
         self._turn = threading.Lock()
         self._seconds: dict[TaskPart, float] = {}
 
     def __call__(self, part: TaskPart, stop: HostStop) -> None:
         with self._turn:
-            began = time.perf_counter()
-            job = driver.job_of(self._prepared, driver.RunOptions(stop=stop))
-            work_here(replace(job, part=part), Resources(1.0))
-            self._seconds[part] = time.perf_counter() - began
+            job = replace(driver.job_of(self._prepared, driver.RunOptions(stop=stop)), part=part)
+            self._seconds[part] = _seconds(self._clock, partial(work_here, job, Resources(1.0)))
 
     def in_order(self, kind: str) -> list[float]:
         """Return the seconds of the parts of a kind, by phase."""
@@ -216,12 +245,18 @@ def on_a_cluster(times: Times, numbers: Sequence[int]) -> Iterator[Figure]:
     """Simulate as many tasks as there are groups, beside the longest task and the last row."""
     yield Figure("a task, measured", fmean(times.learn), "s", detail=f"the longest: {max(times.learn):.2f} s")
     yield Figure("joining a task, measured", times.join_each, "s", detail="published, with a checkpoint")
+    measured_tasks = [Phase(index, str(index), ()) for index in range(len(times.learn))]
+    two = simulated(TaskSchedule.of(measured_tasks, (), (), 0), 2, times.of_part) + times.join
+    detail = f"{two:.1f} s against {times.in_turn:.1f} s, simulated"
+    name = f"{len(measured_tasks)} tasks on two groups over one task after another"
+    yield Figure(name, two / times.in_turn, "x", AT_ONCE_LIMIT, "<=", detail)
     for groups in numbers:
         phases = [Phase(index, str(index), ()) for index in range(groups)]
-        seconds = simulated(TaskSchedule.of(phases, (), (), 0), groups, times.of_part) + times.join_each * groups
+        seconds = simulated(TaskSchedule.of(phases, (), (), 0), groups, times.of_part) + times.joining(groups)
         longest = max(times.of_part(TaskPart("learn", index, "")) for index in range(groups))
         row = times.of_part(TaskPart("score", groups - 1, ""))
-        detail = f"{seconds:.1f} s; the longest task {longest:.1f} s, the last row {row:.1f} s; simulated"
+        last = f"the last row {row:.1f} s, joining {times.joining(groups):.1f} s"
+        detail = f"{seconds:.1f} s; the longest task {longest:.1f} s, {last}; simulated"
         share = seconds / (longest + row)
         yield Figure(
             f"{groups} tasks on {groups} groups over the longest task and a row",

@@ -55,16 +55,12 @@ class RunFiles:
     @property
     def age(self) -> float:
         """Seconds since the last heartbeat."""
-        return self._age(self.heartbeat)
-
-    def _age(self, heartbeat: dict[str, Any]) -> float:
-        return max(0.0, self.now - float(heartbeat.get("time", 0.0)))
+        return _age(self.heartbeat, self.now)
 
     @property
     def beats(self) -> list[dict[str, Any]]:
         """The heartbeats of the workers that are alive: the run's own, or those of its tasks."""
-        both = (self.heartbeat, *self.apart.values())
-        return [beat for beat in both if self._age(beat) < FRESH_S and beat["activity"] not in ("ended", "failed")]
+        return [beat for beat in (self.heartbeat, *self.apart.values()) if _is_alive(beat, self.now)]
 
     @property
     def learned_apart(self) -> list[str]:
@@ -74,7 +70,7 @@ class RunFiles:
     @property
     def idle_s(self) -> float:
         """Seconds since the last progress of workers that are alive."""
-        return min(self._age(beat) + float(beat["idle_s"]) for beat in self.beats)
+        return min(_age(beat, self.now) + float(beat["idle_s"]) for beat in self.beats)
 
     @property
     def phases(self) -> int | None:
@@ -128,6 +124,14 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
     )
 
 
+def _age(heartbeat: dict[str, Any], now: float) -> float:
+    return max(0.0, now - float(heartbeat.get("time", 0.0)))
+
+
+def _is_alive(heartbeat: dict[str, Any], now: float) -> bool:
+    return _age(heartbeat, now) < FRESH_S and heartbeat.get("activity") not in ("ended", "failed")
+
+
 def _apart(storage: Storage, joined: int) -> dict[str, dict[str, Any]]:
     """Return the folder of each task that the run has not joined -> the heartbeat of its worker group."""
     beats = {f"{TASKS}/{name}": _json(storage, f"{TASKS}/{name}/{HEARTBEAT}") for name in storage.list(TASKS)}
@@ -135,7 +139,9 @@ def _apart(storage: Storage, joined: int) -> dict[str, dict[str, Any]]:
 
 
 def _stop_apart(storage: Storage, apart: dict[str, dict[str, Any]]) -> StopRequest | None:
-    stops = [_stop(storage.sub(folder), {str(beat["driver"])}) for folder, beat in apart.items()]
+    alive = {folder: beat for folder, beat in apart.items() if _is_alive(beat, time.time())}
+    beats = alive or apart  # a task that has not begun again may have an earlier request
+    stops = [_stop(storage.sub(folder), {str(beat.get("driver", ""))}) for folder, beat in beats.items()]
     return max(filter(None, stops), key=lambda stop: stop.time, default=None)
 
 
