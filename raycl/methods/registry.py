@@ -58,6 +58,7 @@ WRAPPERS: dict[str, str] = {
     "ewc": "raycl.methods.regularization.ewc:Ewc",
     "mbpa++": "raycl.methods.replay.mbpa:Mbpa",
     "der++": "raycl.methods.replay.der:Der",
+    "forever": "raycl.methods.replay.forever:Forever",
 }
 """Name of a method around another one (its `learner`) -> class."""
 
