@@ -125,14 +125,20 @@ class Osft(Method):
         self._top = TopDirections()
         self._shares: dict[str, float] = {}
         self.constraint = self._top
+        self.allocation = self._train
+
+    def _train(self, phase: Phase) -> None:
+        """Train the weights and the label head, and nothing else."""
+        self.backbone.learn_labels(phase_labels(phase))
+        weights = frozenset(self._weights)
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(name in weights or in_head(name, parameter))
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Train the weights and the label head, and decompose the weights as they are now."""
-        self.backbone.learn_labels(phase_labels(phase))
+        self._train(phase)
         own = dict(self.backbone.named_parameters())
         trained = [name for name in self._weights if name in own]  # a tied weight has one name
-        for name, parameter in own.items():
-            parameter.requires_grad_(name in trained or in_head(name, parameter))
         if not context.resumed:
             self._top.clear()
             self._shares = self._kept_shares(context)

@@ -4,6 +4,7 @@ and trains, read from the classes (MIGU's table 1, SLM's table 1).
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from raycl import config as configs
@@ -136,7 +137,7 @@ def _parameters(name: str) -> tuple[str, str]:
             parts = opened(_config(folder, name, "builtin", (128, 16), 8))
         except RayclError:  # the method is not for such backbones
             continue
-        second = list(phases_of(parts.context))[1]
+        _, second = islice(phases_of(parts.context), 2)
         own = method_class(name).own_adapters
         where = "" if backbone == next(iter(COUNTED_ON)) else f" ({backbone})"
         return f"{short_number(second.count)}{where}", short_number(second.adapters) if own else "0"

@@ -344,6 +344,7 @@ def test_the_table_of_sizes_is_what_the_command_prints(capsys: pytest.CaptureFix
         ("inflora", ["no", "yes", "no", "yes", "yes", "1.18M", "2.36M"]),
         ("sapt", ["yes", "yes", "no", "yes", "yes", "2.57M", "2.36M"]),
         ("agem", ["yes", "yes", "no", "yes", "yes", "2.36M", "0"]),
+        ("osft", ["no", "yes", "no", "yes", "yes", "705M", "0"]),
     ],
 )
 def test_the_table_of_methods_reads_the_classes(method: str, cells: list[str]) -> None:
