@@ -31,6 +31,8 @@ from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.distributed import DistributedContext
 
 CLIENTS, PORT, NAME = 16, 8917, "mine"
+PAUSE_S = 0.05
+"""Seconds between a client's requests: without them the clients take all processors while a task is learned."""
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 
 
@@ -66,7 +68,7 @@ def served(bank: Bank, **settings: Any) -> httpx.Client:
 
 
 class Clients:
-    """Clients that ask without pause until they are stopped; every answer is kept."""
+    """Clients that ask again and again until they are stopped; every answer is kept."""
 
     def __init__(self, path: str, bodies: list[dict[str, Any]]) -> None:
         self.answers: list[tuple[int, dict[str, Any]]] = []
@@ -88,6 +90,7 @@ class Clients:
                         self.failed.append(response.text)
                 except httpx.HTTPError as error:
                     self.failed.append(repr(error))
+                time.sleep(PAUSE_S)
 
     @contextmanager
     def asking(self) -> Iterator[None]:

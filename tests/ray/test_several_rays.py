@@ -46,6 +46,9 @@ STARTED = "RAYCL_STARTED"
 DASHBOARD = True
 """It knows the other jobs of a cluster."""
 
+PAUSE_S = 0.05
+"""Seconds between a client's requests: without them the clients take all processors until a replica has started."""
+
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -226,6 +229,7 @@ def killed_under_load(url: str, application: str) -> list[httpx.Response]:
     def client() -> None:
         while not over.is_set():
             answers.append(httpx.post(f"{url}/v1/classify", json={"input": "fire is warm"}, timeout=120))
+            time.sleep(PAUSE_S)
 
     threads = [threading.Thread(target=client) for _ in range(8)]
     for thread in threads:
