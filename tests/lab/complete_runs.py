@@ -21,26 +21,28 @@ if TYPE_CHECKING:
     from tiny import Complete, Done, Lab, Taught
 
 SERVER = pytest.StashKey[ForkServer]()
-COPIES = pytest.StashKey["CopyServer"]()
+COPIES = pytest.StashKey["Copies"]()
 LATER = ("deepspeed", "peft", "sklearn.manifold", "torch._dynamo")
 """Libraries that runs import when they need them: processes of the fork server find them imported."""
 RAY = Path(__file__).resolve().parents[1] / "ray"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server for tests of tests/ray, where there may be any, before raycl and Ray are imported."""
+    """Start the server of copies before raycl and Ray are imported, where there may be tests of tests/ray or where this
+    process hands out tests: the processes that get them are copies too."""
+    from copy_server import Copies, CopyServer
+
     hands_out = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
     paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
-    if not hands_out and any(path == RAY or RAY in path.parents or path in RAY.parents for path in paths):
-        from copy_server import CopyServer
-
-        config.stash[COPIES] = CopyServer()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """No test has used it, or it has ended already."""
-    if COPIES in config.stash:
-        config.stash[COPIES].close()
+    if copies := Copies.joined():
+        config.stash[COPIES] = copies
+    elif hands_out or any(path == RAY or RAY in path.parents or path in RAY.parents for path in paths):
+        server = config.stash[COPIES] = CopyServer()
+        config.add_cleanup(server.close)
+        if hands_out:
+            patch = pytest.MonkeyPatch()
+            config.add_cleanup(patch.undo)
+            server.set_in(patch)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,10 +1,11 @@
-"""Starts jobs and Ray's processes of tests/ray as copies of processes that have imported the libraries.
+"""Starts jobs and Ray's processes of tests/ray, and pytest-xdist's, as copies of processes with imported libraries.
 
 A worker or a job imports torch, transformers and DeepSpeed for four seconds, and these tests start more than a hundred.
 `CopyServer` is a copy of pytest's process from before it imports raycl; `startup/sitecustomize.py`, which is first on
 PYTHONPATH, sends it what is started. It has two processes: `libraries`, and a copy of that, `package`, with raycl too.
-What runs in a folder with a raycl of its own, as submitted jobs do, is a copy of the first. Ray is imported in the copy
-itself: it reads its settings from the environment then, and what it draws at random would be the same in all copies.
+What runs in a folder with a raycl of its own, as submitted jobs do, is a copy of the first, and so are the processes of
+pytest-xdist. Ray is imported in the copy itself: it reads its settings from the environment then, and what it draws at
+random would be the same in all copies.
 Workers with more in their runtime environment than variables and a working directory, and all processes of tests/chaos,
 start as they do for users.
 """
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -92,37 +94,54 @@ PACKAGE = (
 """Modules of raycl that they import, except those that import Ray."""
 
 REPO = Path(__file__).resolve().parents[2]
+STARTUP = str(Path(__file__).parent / "startup")
 SETTING = "RAYCL_COPY_SERVER"
-READY = b"r"
+READY, FAILED = b"r", b"f"
 
 
-class CopyServer:
-    """The two processes, and the environment by which others find them; made before raycl and Ray are imported."""
+class Copies:
+    """The environment by which processes find the two of which they become copies."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    @classmethod
+    def joined(cls) -> Copies | None:
+        """Return what this process is a copy of, and take it from the environment of those that it starts; None: it is
+        no copy."""
+        folder = os.environ.pop(SETTING, None)
+        if folder is None:
+            return None
+        others = [path for path in os.environ.pop("PYTHONPATH").split(os.pathsep) if path != STARTUP]
+        if others:
+            os.environ["PYTHONPATH"] = os.pathsep.join(others)
+        return cls(folder)
+
+    def set_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Processes that are started from now on are copies."""
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (STARTUP, os.environ.get("PYTHONPATH")))))
+        patch.setenv(SETTING, self.folder)
+
+
+class CopyServer(Copies):
+    """The two processes; made before raycl and Ray are imported."""
 
     def __init__(self) -> None:
         for name in LIBRARIES:
             if find_spec(name.partition(".")[0]):  # what Ray brings along differs between its versions
                 import_module(name)
         assert not {"ray", "raycl"} & {*sys.modules}, "Ray would keep the settings of now, and raycl its folder"
-        self._folder = tempfile.TemporaryDirectory(prefix="c", dir="/tmp")  # short: paths of sockets end at 107 bytes
+        self._temporary = tempfile.TemporaryDirectory(prefix="c", dir="/tmp")  # paths of sockets end at 107 bytes
+        super().__init__(self._temporary.name)
         self._control, theirs = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 self._control.close()
-                _main(Path(self._folder.name), theirs)
+                _main(Path(self._temporary.name), theirs)
             finally:
                 os._exit(1)
         theirs.close()
-
-    def set_in(self, patch: pytest.MonkeyPatch) -> None:
-        """Processes that are started from now on are copies."""
-        startup = str(Path(__file__).parent / "startup")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH")))))
-        patch.setenv(SETTING, self._folder.name)
-
-    def wait(self) -> None:
-        """Wait until both are ready."""
         assert self._control.recv(1) == READY, "the process that starts others has ended"
 
     def close(self) -> None:
@@ -130,7 +149,7 @@ class CopyServer:
         self._control.sendall(b"e")
         os.waitpid(self._pid, 0)
         self._control.close()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
 
 def _main(folder: Path, control: socket.socket) -> None:
@@ -150,6 +169,8 @@ def _main(folder: Path, control: socket.socket) -> None:
             _serve(listener, theirs)
         except BaseException:
             traceback.print_exc()
+            if control.fileno() != -1:
+                control.sendall(FAILED)
             raise
         finally:
             os._exit(1)
@@ -169,8 +190,11 @@ def _import_package() -> None:
 
 
 def _forget_pytest() -> None:
-    """Undo what pytest has set in its process, and a new interpreter would not have."""
+    """Undo what pytest has set in its process, and a new interpreter would not have; forget the modules of tests."""
     atexit._clear()
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(REPO / "tests")):
+            del sys.modules[name]
     faulthandler.disable()
     logging.getLogger().handlers.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AssertionRewritingHook)]
@@ -278,7 +302,10 @@ def _work(data: bytes, descriptors: list[int]) -> None:
     try:
         request = json.loads(data)
         _set_up(request, descriptors)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if sys.argv[0] == "-c":
+            _execute(sys.argv.pop())
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -292,6 +319,12 @@ def _work(data: bytes, descriptors: list[int]) -> None:
                 stream.flush()
         finally:
             os._exit(code & 255)
+
+
+def _execute(line: str) -> None:
+    """Do what `python -c` does."""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(line, sys.modules["__main__"].__dict__)
 
 
 def _set_up(request: dict[str, object], descriptors: list[int]) -> None:

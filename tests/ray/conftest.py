@@ -8,14 +8,6 @@ from pathlib import Path
 
 import pytest
 from complete_runs import COPIES
-from copy_server import CopyServer
-
-
-@pytest.fixture(scope="session")
-def copy_server(pytestconfig: pytest.Config) -> CopyServer:
-    server = pytestconfig.stash[COPIES]
-    server.wait()
-    return server
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +23,7 @@ def pause_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def copies(copy_server: CopyServer, pause_package: Path) -> Iterator[None]:
+def copies(pytestconfig: pytest.Config, pause_package: Path) -> Iterator[None]:
     """Jobs and Ray's processes of tests/ray start as copies of a process that has imported the libraries.
 
     They have the modifier `pause`.
@@ -39,6 +31,6 @@ def copies(copy_server: CopyServer, pause_package: Path) -> Iterator[None]:
     from raycl.testing.packages import on_path
 
     with on_path(pause_package), pytest.MonkeyPatch.context() as patch:
-        copy_server.set_in(patch)
+        pytestconfig.stash[COPIES].set_in(patch)
         patch.setenv("PYTHONPATH", str(pause_package), prepend=os.pathsep)
         yield

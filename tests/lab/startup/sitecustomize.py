@@ -1,5 +1,7 @@
 """Python imports this file at the start of every process of tests/ray: jobs and Ray's processes become copies.
 
+So do the processes of pytest-xdist.
+
 Such a process asks one of the servers in the folder `RAYCL_COPY_SERVER` (tests/lab/copy_server.py) for a copy of a
 process that has imported the libraries already, passes the signals that it gets on to the copy, and ends with it.
 """
@@ -17,6 +19,9 @@ DAEMONS = (
     "ray/dashboard/agent.py",
     "ray/dashboard/dashboard.py",
 )
+XDIST = ["-c", "import sys;exec(eval(sys.stdin.readline()))"]
+"""How execnet starts a process."""
+
 REPO = os.path.realpath(os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../.."))
 
 
@@ -28,7 +33,7 @@ def _arguments() -> list[str] | None:
         return _worker(texts[1:])
     is_job = os.path.basename(os.path.dirname(script)) == "jobs" and script.endswith(".py")
     is_submission = os.path.basename(script) == "ray" and texts[1:2] == ["job"]
-    return texts if is_job or is_submission or script.endswith((WORKER, *DAEMONS)) else None
+    return texts if is_job or is_submission or texts == XDIST or script.endswith((WORKER, *DAEMONS)) else None
 
 
 def _worker(result: list[str]) -> list[str] | None:
@@ -55,7 +60,9 @@ def _worker(result: list[str]) -> list[str] | None:
 
 def _template(script: str) -> str:
     """Return the name of the server: `libraries` for a process that imports raycl from another folder, as submitted
-    jobs do."""
+    jobs do, or after pytest's plugins."""
+    if script == XDIST[0]:
+        return "libraries"
     folders = [os.path.dirname(script), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     result = [folder for folder in folders if os.path.isdir(os.path.join(folder, "raycl"))]
     return "libraries" if result and os.path.realpath(result[0]) != REPO else "package"
