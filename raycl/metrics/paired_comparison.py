@@ -176,7 +176,12 @@ def difference(pairs: Sequence[tuple[RunScores, RunScores]]) -> Difference | Non
     own = _part(cells.mean(1), shrinks=True)
     rows = _rows(pairs, tasks)
     if rows is not None:
-        within = [_part(task_rows, shrinks=False, share=1 / count) for task_rows in rows if len(task_rows) > 1]
+        within = [
+            _part(group, shrinks=len(groups) > 1, share=1 / (count * len(groups)))
+            for groups in rows
+            for group in groups
+            if len(group) > 1
+        ]
         return Difference(mean, seeds, "seeds and test rows", (own, *within))
     if count == 1:
         return Difference(mean, seeds, "seeds", (own,))
@@ -206,16 +211,24 @@ def _part(values: Array, shrinks: bool, share: float = 1.0) -> VariancePart:
     return VariancePart(share**2 * float(values.var(ddof=1)) / len(values), len(values) - 1, shrinks)
 
 
-def _rows(pairs: Sequence[tuple[RunScores, RunScores]], tasks: Sequence[str]) -> list[Array] | None:
-    """Return the difference on each test row of each task, the mean over seeds; None: rows are not known or differ."""
+def _rows(pairs: Sequence[tuple[RunScores, RunScores]], tasks: Sequence[str]) -> list[list[Array]] | None:
+    """Return the differences on the test rows of each task; None: they are not known, or the runs of a pair differ.
+
+    They are one group, the mean over seeds, where all seeds have the same rows, else a group for each seed.
+    """
     differences = []
     for task in tasks:
         known = [(first[task].rows, second[task].rows) for first, second in pairs]
-        scores = [(one.scores, other.scores) for one, other in known if one is not None and other is not None]
-        texts = {rows.texts for pair in known for rows in pair if rows is not None}
-        if len(scores) < len(pairs) or len(texts) > 1:
+        same = [
+            (one.texts, one.scores - other.scores)
+            for one, other in known
+            if one is not None and other is not None and one.texts == other.texts
+        ]
+        if len(same) < len(pairs):
             return None
-        differences.append(np.mean([one - other for one, other in scores], axis=0))
+        groups = [scores for _, scores in same]
+        alike = len({texts for texts, _ in same}) == 1
+        differences.append([np.mean(groups, axis=0)] if alike else groups)
     return differences
 
 

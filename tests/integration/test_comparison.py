@@ -5,6 +5,7 @@ What workers do is tested in tests/ray; `make demo` runs a whole comparison on t
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from at_step import learn
 from tiny import Lab, run
 
 from raycl import config as configs
+from raycl.cli.main import main
 from raycl.errors import ConfigError, StoppedError
 from raycl.launch import cluster, driver, prepared_run
 from raycl.launch.driver import RunOptions
@@ -70,6 +72,30 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
+
+
+def test_the_command_ends_with_verdicts_and_a_page(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two seeds are paired by the scores of their test rows, which the runs' folders have."""
+    base = {**lab.tree("bert"), "launch": {"mode": "local"}}
+    runs = {"lora": {"set": ["method=lora"]}, "finetune": {"set": ["method=finetune"]}}
+    file = tmp_path / "table.yaml"
+    file.write_text(json.dumps({"name": "table", "base": base, "runs": runs, "seeds": [0, 1]}))
+    given = ["compare", str(file), "--dir", str(tmp_path / "runs")]
+    assert main([*given, "--against", "sapt"]) == 1 and not (tmp_path / "runs").exists()
+    assert "--against is 'sapt', which is no row of this run: expected lora, finetune" in capsys.readouterr().err
+    assert main([*given, "--against", "lora", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (verdict,) = shown["verdicts"]
+    assert (verdict["second"], verdict["seeds"], verdict["paired_over"]) == ("lora", 2, "seeds and test rows")
+    ap = {name: tree["metrics"]["ap"] for name, tree in shown["results"].items()}
+    differences = [ap[f"finetune-s{seed}"] - ap[f"lora-s{seed}"] for seed in (0, 1)]
+    assert verdict["difference"] == pytest.approx(sum(differences) / 2)
+    page = (tmp_path / "runs/table/report.html").read_text()
+    assert verdict["sentence"] in page and "Sample answers" in page
+    assert main(["report", str(tmp_path / "runs/table"), "--against", "lora", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdicts"] == shown["verdicts"], "the report reads the same"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

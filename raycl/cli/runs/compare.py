@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, show
+from raycl.errors import ConfigError
 
 PAGE = "report.html"
 """The page about all runs, in the comparison's folder."""
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
     add_allow_env(parser)
     parser.add_argument("--status", action="store_true", help="state of each run, and stop")
-    parser.add_argument("--against", metavar="NAME", help="the reference of verdicts (default: the highest AP)")
+    parser.add_argument("--against", metavar="RUN", help="the row that verdicts compare with (default: the highest AP)")
     parser.add_argument("--png", metavar="FILE", help="write the matrices as heat maps side by side")
 
 
@@ -51,13 +52,18 @@ def run(options: argparse.Namespace) -> int:
         width = max(map(len, states_by_name))
         show(options, "\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()), states_by_name)
         return 0
+    rows = options.only or list(comparison.runs)
+    if options.against and options.against not in rows:
+        raise ConfigError(f"--against is '{options.against}', which is no row of this run: expected {', '.join(rows)}")
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.operations.report.plots import heatmaps
     from raycl.operations.report.tables import comparison_table, side_by_side
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
 
     results = list(outcome.results.values())
-    verdicts = verdicts_of(results, options.against)
+    finished = {name.rpartition("-s")[0] for name in outcome.results}
+    against = options.against if options.against in finished else None
+    verdicts = verdicts_of(results, against)
     if options.json:
         trees = [verdict.tree for verdict in verdicts]
         show(options, "", {"results": outcome.results, "verdicts": trees, "failed": outcome.failed})
@@ -71,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         from raycl.storage import Storage
 
         folder = Storage.at(options.dir).sub(comparison.name)
-        folder.write(PAGE, report_page(results, comparison.name, options.against).encode())
+        folder.write(PAGE, report_page(results, comparison.name, against).encode())
         note(options, f"page {folder.uri}/{PAGE}")
     if options.png and results:
         note(options, f"picture {heatmaps(results, options.png)}")

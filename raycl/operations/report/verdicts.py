@@ -203,14 +203,22 @@ def methods_of(results: Sequence[Tree], measure: str) -> list[ComparedMethod]:
             seed = result["config"].get("seed")
             runs[seed, sum(key[0] == seed for key in runs)] = MEASURES[measure](result)
         first = group[0]
-        title = f"{method_of(first)} ({settings})" if settings else method_of(first)
-        names = {str((result["config"].get("output") or {}).get("name") or "") for result in group}
         bench = (stream_of(first), backbone_of(first), *sorted(next(iter(runs.values()))))
         schedule = (first["config"].get("stream") or {}).get("schedule", "sequential")
-        rows = frozenset(names | {name.rpartition("-s")[0] for name in names})
         ap = fmean(metric_of(result, "ap") or 0.0 for result in group)
-        found.append(ComparedMethod(title, rows, bench, ap, schedule == "sequential", runs))
+        title = _title(settings, group)
+        found.append(ComparedMethod(title, _rows(group), bench, ap, schedule == "sequential", runs))
     return found
+
+
+def _title(settings: str, group: Sequence[Tree]) -> str:
+    return f"{method_of(group[0])} ({settings})" if settings else method_of(group[0])
+
+
+def _rows(group: Sequence[Tree]) -> frozenset[str]:
+    """Return the names of these runs (`lora-s0`), and of their rows in a comparison file (`lora`)."""
+    names = {str((result["config"].get("output") or {}).get("name") or "") for result in group}
+    return frozenset(names | {name.rpartition("-s")[0] for name in names}) - {""}
 
 
 def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: str = "ap") -> list[Verdict]:
@@ -220,17 +228,17 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
         against: name of the reference, as in the comparison's table or file; None: on each stream the method with the
             highest AP of those that learn the tasks one after another. Since any method could have been the highest,
             the correction counts all pairs then, and else those shown.
-        measure: `ap` or `f_ra`.
+        measure: `ap` or `f_ra`. A reference that lacks it has no verdicts.
 
     Raises:
         RunError: no method has this name.
     """
     methods = methods_of(results, measure)
     if against is not None:
+        titles = {_title(settings, group): _rows(group) for settings, group in grouped(results)}
+        if not any(against == title or against in rows for title, rows in titles.items()):
+            raise RunError(f"no method of these runs is named '{against}': expected one of {', '.join(titles)}")
         named = [method for method in methods if against in (method.title, *method.names)]
-        if not named:
-            known = ", ".join(dict.fromkeys(method.title for method in methods)) or "none of these runs has it"
-            raise RunError(f"no method with {METRICS[measure]} is named '{against}': expected one of {known}")
         pairs = [
             (method, reference)
             for reference in named

@@ -102,6 +102,15 @@ def test_rows_are_used_where_both_runs_have_the_same() -> None:
     found = difference([(changed, pairs[0][1]), *pairs[1:]])
     assert found is not None and found.over == "seeds and tasks"
     assert difference(without_rows(pairs)) == found
+    redrawn = []
+    for seed, pair in enumerate(pairs):
+        texts = [f"row {number} of seed {seed}" for number in range(40)]
+        redrawn.append(
+            tuple({"a": TaskScore(run["a"].value, RowScores.of(scores_of(run["a"]).tolist(), texts))} for run in pair)
+        )
+    found = difference(redrawn)
+    assert found is not None and found.over == "seeds and test rows"
+    assert [part.shrinks for part in found.parts] == [True] * 4, "more seeds bring more rows"
 
 
 def test_one_seed_is_compared_over_its_tasks_and_one_task_says_nothing() -> None:

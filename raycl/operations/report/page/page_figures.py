@@ -120,7 +120,7 @@ def transfer_figure(lines: Sequence[Line]) -> Figure:
             places,
             [spread.mean if spread else np.nan for spread in spreads],
             0.9 * thick,
-            xerr=[(spread.std or 0.0) if spread else np.nan for spread in spreads],
+            xerr=[np.nan if spread is None or spread.std is None else spread.std for spread in spreads],
             error_kw={"ecolor": "black", "elinewidth": 0.8, "capsize": 2},
             color=BARS[name],
             label=METRICS[name],

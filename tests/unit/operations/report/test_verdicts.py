@@ -102,7 +102,7 @@ def test_what_cannot_be_compared(make_result: Make) -> None:
     elsewhere = make_result("slm")
     elsewhere["stream"]["name"] = "long-b"
     assert verdicts_of([results[0], elsewhere]) == [] == verdicts_of(results[:1])
-    with pytest.raises(RunError, match="no method with AP is named 'slm': expected one of sapt, lora"):
+    with pytest.raises(RunError, match="no method of these runs is named 'slm': expected one of sapt, lora"):
         verdicts_of(results, "slm")
 
 
@@ -112,6 +112,9 @@ def test_a_joint_run_is_no_reference_of_its_own_accord(make_result: Make) -> Non
         result["config"]["stream"]["schedule"] = "joint"
     results = [*joint, *moved(make_result, "sapt", (0.0, 0.0, 0.0)), *moved(make_result, "lora", (-9.0, -9.0, -9.0))]
     assert {verdict.second for verdict in verdicts_of(results)} == {"sapt"}
+    for result in joint:
+        result["metrics"]["f_ra"] = None
+    assert verdicts_of(results, "joint, joint", "f_ra") == [], "it has no forgetting"
 
 
 def test_tables_csv_and_latex_have_them(make_result: Make) -> None:

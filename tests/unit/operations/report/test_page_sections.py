@@ -62,5 +62,5 @@ def test_many_settings_are_all_in_tables(make_result: Make) -> None:
     assert curves.lead == [f"The {MOST_CURVES} settings with the highest AP."]
     page = report_page(results, "many")
     assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
-    with pytest.raises(RunError, match="no method with AP is named 'nothing'"):
+    with pytest.raises(RunError, match="no method of these runs is named 'nothing'"):
         report_page(results, "many", "nothing")
