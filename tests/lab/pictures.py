@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from chromium import QUIET
+from chromium import ARGUMENTS
 from local_endpoint import Served, serving
 from page_looks import SCHEMES, window
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -79,9 +79,8 @@ def main() -> int:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--status", action="store_true", help="the page of its status, and no other")
     options = parser.parse_args()
-    arguments = ["--no-sandbox", *(f"--disable-{what}" for what in QUIET)]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         if options.status:
             command = [sys.executable, "-m", "raycl.cli.main", "status", options.run, "--web", "--port", "0"]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
