@@ -55,7 +55,7 @@ COMMANDS = {
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command", True),
     "plugins": Command("raycl.cli.plugins", "what installed packages add: methods, routers, optimizers and more"),
     "clean": Command("raycl.cli.runs.clean", "remove caches and checkpoints that are not needed any more"),
-    "demo": Command("raycl.cli.runs.demo", "learn five short tasks in two ways: one forgets, one does not"),
+    "demo": Command("raycl.cli.runs.demo", "five short tasks learned in two ways, or skills of a chat model"),
 }
 
 

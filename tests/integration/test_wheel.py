@@ -71,6 +71,8 @@ def test_the_installed_command_reads_the_installed_configs(raycl: Callable[..., 
     assert raycl("--help").startswith("usage: raycl ")
     assert "max_source_tokens: 64" in raycl("train", "jobs/configs/demo.yaml", "--print-config")
     extending = raycl("train", "jobs/configs/paper/sapt-lora-long-t5-xl.yaml", "--print-config")
+    skills = raycl("demo", "--write-skills", "skills")
+    assert skills.startswith("wrote the rows of shop, teams, orders")
     assert "name: google/t5-v1_1-xl" in extending and "r: 8" in extending and "width: 100" in extending
 
 
