@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
-from raycl.generation.prefix_cache import PrefixCache
 from raycl.generation.task_prompts import TaskPrompts, check_templates, tasks_of_conversations
 from raycl.routing.router import Router, heads_of_tasks
 from raycl.routing.routers import routed_text
@@ -35,6 +34,9 @@ from raycl.routing.unknown_texts import UnknownRule
 from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.errors import UnavailableError
 from raycl.types import Activation, AdapterState, Mixture, UnknownPolicy
+
+if TYPE_CHECKING:
+    from raycl.generation.prefix_cache import PrefixCache
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -215,6 +217,8 @@ class MultiSnapshotModel:
             max_loaded_rows: ranks of adapters on the device at once; None: no limit.
             prefix_bytes: bytes of `prefixes` at most; 0: nothing is kept.
         """
+        from raycl.generation.prefix_cache import PrefixCache  # imports transformers
+
         self.backbone: Backbone = backbone.eval()
         self._all: list[LoadedSnapshot] = []
         self.counts: dict[str, int] = {"batches": 0, "rows": 0, "adapters": 0, "hits": 0, "misses": 0}
