@@ -16,11 +16,18 @@ from tutorial_page import FOLDER, run_page
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs/tutorials"
 NOTEBOOK = TUTORIALS / "from-python.ipynb"
+CHAT_MODEL = "smollm2"
+"""The folder of a model that a page downloads."""
 pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("page", sorted(TUTORIALS.glob("*.md")), ids=lambda page: page.stem)
-def test_a_tutorial_does_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_does_what_it_says(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if CHAT_MODEL in page.read_text():
+        model = request.getfixturevalue("shared") / "models/smollm2-135m"
+        if not (model / "model.safetensors").is_file():
+            pytest.skip(f"no chat model in {model}")
+        (tmp_path / CHAT_MODEL).symlink_to(model)
     run_page(page, tmp_path)
 
 
