@@ -90,7 +90,10 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     monkeypatch.setattr(codec, "chat_template", TEMPLATE)
     monkeypatch.setattr(codec, "max_source_tokens", 40)
     prompts = {task.name: context.stream.prompt(task, codec) for task in context.stream.tasks}
-    infos = [task.model_copy(update=prompts[task.name].record()) for task in last.tasks]
+    chats = {task.name: context.stream.is_chat(task) for task in context.stream.tasks}
+    infos = [
+        task.model_copy(update={**prompts[task.name].record(), "conversations": chats[task.name]}) for task in last.tasks
+    ]
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     config = {**last.provenance["config"], "stream": settings}
     snapshot = bank.snapshot(

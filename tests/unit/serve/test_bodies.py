@@ -31,7 +31,7 @@ BODIES: dict[str, tuple[str, str | bytes, str]] = {
         *("/chat", f'{{"messages": [{{"role": "user", "content": [{MANY}]}}]}}'),
         "messages.0.content.0: Input should be a valid dictionary",
     ),
-    "stops": ("/chat", f'{CHAT}"stop": [{MANY}]}}', "stop: Input should be a valid string"),
+    "stops": ("/chat", f'{CHAT}"stop": [{MANY}]}}', "stop: List should have at most 16 items"),
     "pins": (
         "/chat",
         f'{CHAT}"raycl": {{"adapters": {{{PINNED}}}}}}}',
