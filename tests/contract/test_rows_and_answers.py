@@ -92,7 +92,8 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     prompts = {task.name: context.stream.prompt(task, codec) for task in context.stream.tasks}
     chats = {task.name: context.stream.is_chat(task) for task in context.stream.tasks}
     infos = [
-        task.model_copy(update={**prompts[task.name].record(), "conversations": chats[task.name]}) for task in last.tasks
+        task.model_copy(update={**prompts[task.name].record(), "conversations": chats[task.name]})
+        for task in last.tasks
     ]
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     config = {**last.provenance["config"], "stream": settings}
