@@ -6,6 +6,7 @@ The environment is set while pytest imports this file, that is before any test i
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
 import shutil
@@ -89,6 +90,20 @@ def imported() -> None:
     """Exempt what is alive when a file begins, the libraries above all, from garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def fresh_log() -> Iterator[None]:
+    """Give each test the logger of a new process: commands run in this one replace its handlers and its level."""
+    log = logging.getLogger("raycl")
+
+    def restore() -> None:
+        log.handlers, log.propagate = [], True
+        log.setLevel(logging.NOTSET)
+
+    restore()
+    yield
+    restore()
 
 
 @pytest.fixture(scope="session")

@@ -75,8 +75,8 @@ class RunFiles:
     @property
     def phases(self) -> int | None:
         """The total number of phases."""
-        beat = next(iter(self.apart.values()), self.heartbeat)
-        count = beat.get("phases") or len(self.results.get("phases", ()))
+        known = (beat["phases"] for beat in (*self.apart.values(), self.heartbeat) if beat.get("phases"))
+        count = next(known, None) or len(self.results.get("phases", ()))
         return int(count) if count else None
 
     @property
@@ -120,7 +120,7 @@ def read_run(storage: Storage, journal: JournalReader | None = None) -> RunFiles
         [str(error["message"]) for name, error in drivers.items() if error and "-hang-" in name],
         _log(storage),
         time.time(),
-        {int(beat["phase"]): {**beat, "name": folder.partition("-")[2]} for folder, beat in apart.items()},
+        {_phase_of(folder): {**beat, "name": folder.partition("-")[2]} for folder, beat in apart.items()},
     )
 
 
@@ -135,7 +135,12 @@ def _is_alive(heartbeat: dict[str, Any], now: float) -> bool:
 def _apart(storage: Storage, joined: int) -> dict[str, dict[str, Any]]:
     """Return the folder of each task that the run has not joined -> the heartbeat of its worker group."""
     beats = {f"{TASKS}/{name}": _json(storage, f"{TASKS}/{name}/{HEARTBEAT}") for name in storage.list(TASKS)}
-    return {folder: beat for folder, beat in beats.items() if beat.get("phase", -1) >= joined}
+    return {folder: beat for folder, beat in beats.items() if beat and _phase_of(folder) >= joined}
+
+
+def _phase_of(folder: str) -> int:
+    """Return the index of a task's phase; the first heartbeat of its worker group does not know it yet."""
+    return int(folder.rpartition("/")[2].partition("-")[0])
 
 
 def _stop_apart(storage: Storage, apart: dict[str, dict[str, Any]]) -> StopRequest | None:

@@ -23,7 +23,7 @@ log: logging.Logger = logging.getLogger("raycl")
 
 HEARTBEAT = "heartbeat.json"
 BEAT_S = 5.0
-"""Seconds between two heartbeats."""
+"""Seconds between two heartbeats; one that begins a phase comes within a second."""
 
 POLL_S = 0.5
 """Seconds between two polls for a stop request: `ray job stop` kills after 3."""
@@ -114,14 +114,14 @@ class Control:
         self._beat()
 
     def _run_checks(self) -> None:
-        beat = time.monotonic()
+        beat, phase = time.monotonic(), self._summary.get("phase")
         self._beat()
         while not self._over.wait(min(1.0, self._beat_s)):
             idle = time.monotonic() - self._progress
             if self.hang_s is not None and idle > self.hang_s:
                 self._end(idle)
-            if time.monotonic() - beat >= self._beat_s:
-                beat = time.monotonic()
+            if time.monotonic() - beat >= self._beat_s or phase != self._summary.get("phase"):
+                beat, phase = time.monotonic(), self._summary.get("phase")
                 self._beat()
 
     def _beat(self) -> None:
