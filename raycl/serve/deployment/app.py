@@ -8,6 +8,7 @@ The one place where the service meets Ray Serve.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,12 +34,17 @@ from raycl.serve.upstream.web import make_front_web
 
 log: logging.Logger = logging.getLogger(__name__)
 
+SWITCH_S = 0.0005
+"""Seconds for which a thread may keep the interpreter while another waits for it; Python's default is ten times that.
+The model's thread needs it back after every operation, and the HTTP thread holds it while a batch's answers leave."""
+
 
 class Endpoint:
     """Ingress, router and model in one replica: no hop between them."""
 
     def __init__(self, tree: dict[str, Any], gate_actor: DeploymentHandle | None = None) -> None:
         """Load the backbone and the first snapshot."""
+        sys.setswitchinterval(SWITCH_S)
         logging.getLogger("raycl").setLevel(logging.INFO)
         self.config: ServeConfig = configs.validate(ServeConfig, tree)
         self.service: Service = open_service(self.config, object_store_cache=True)
