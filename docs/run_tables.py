@@ -9,7 +9,6 @@ the CSV files beside it, which have one line a run. Verdicts are those of `raycl
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,10 +20,10 @@ from typing import Any
 import yaml
 
 from raycl.config import load
-from raycl.metrics.paired_comparison import Difference, TaskScore, difference
+from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
-from raycl.operations.report.verdicts import Verdict, corrected, interval_text
+from raycl.operations.report.verdicts import Verdict, interval_text
 from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
 from raycl.text_tables import short_number
 
@@ -33,16 +32,12 @@ RESULTS = REPO / "docs" / "results"
 TABLE = re.compile(r"^<!-- table: (\S+) -->\n.*?^<!-- /table -->$", re.MULTILINE | re.DOTALL)
 
 
-class Study:
+class Study(RecordedRuns):
     """The runs of a comparison: its CSV file, and the file that says what each row sets."""
 
     def __init__(self, results: Path, name: str) -> None:
-        self.name = name
+        super().__init__(results / f"{name}.csv")
         self.entries = _entries(name)
-        self._runs: dict[str, dict[str, dict[str, str]]] = {}
-        with (results / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
-            for run in csv.DictReader(lines):
-                self._runs.setdefault(run["run"].rpartition("-s")[0], {})[run["seed"]] = run
 
     def streams(self, compared: bool | None = None) -> list[str]:
         """Return the names of the rows that learn the tasks one after another, the highest AP first.
@@ -53,44 +48,16 @@ class Study:
         names = [
             row
             for row, entry in self.entries.items()
-            if row in self._runs
+            if row in self.runs
             and "stream.schedule=separate" not in entry.set
             and compared in (None, entry.singles is not None)
         ]
         return sorted(names, key=lambda row: fmean(self.numbers(row, "ap")), reverse=True)
 
-    def numbers(self, row: str, column: str, seeds: Sequence[str] | None = None) -> list[float]:
-        """Return a column of the CSV file for the seeds of a row, or for those named.
-
-        Raises:
-            ValueError: no run has the name.
-        """
-        if row not in self._runs:
-            raise ValueError(f"{self.name}.csv has no run of '{row}': correct tables.yaml")
-        runs = self._runs[row]
-        return [float(runs[seed][column]) for seed in (runs if seeds is None else seeds) if runs[seed][column]]
-
-    def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Return the verdicts on AP of the first row of each pair against the second, corrected over all of them."""
-        return corrected([Verdict(first, second, "ap", self._difference(first, second)) for first, second in pairs])
-
-    def _difference(self, first: str, second: str) -> Difference | None:
-        one, other = self._scores(first), self._scores(second)
-        return difference([(scores, other[seed]) for seed, scores in one.items() if seed in other])
-
-    def _scores(self, row: str) -> dict[str, dict[str, TaskScore]]:
-        self.numbers(row, "ap")
-        return {
-            seed: {
-                column: TaskScore(float(run[column])) for column in run if column.startswith("score_") and run[column]
-            }
-            for seed, run in self._runs[row].items()
-        }
-
     def alone(self, row: str) -> list[float]:
         """Return AP of the tasks learned alone, for the seeds of a row."""
         singles = self.entries[row].singles
-        return [] if singles is None else self.numbers(singles, "ap", list(self._runs[row]))
+        return [] if singles is None else self.numbers(singles, "ap", list(self.runs[row]))
 
 
 @cache

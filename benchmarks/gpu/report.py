@@ -32,10 +32,10 @@ def markdown(tree: Mapping[str, Any] | None) -> str:
         return f"{HEAD}\n{NONE}"
     machine = ", ".join(f"{name} {value}" for name, value in tree["machine"].items())
     settings = ", ".join(f"{name} {value}" for name, value in tree["settings"].items())
-    missed = ", ".join(tree["missed"]) or "none"
-    lines = [HEAD, f"Machine: {machine}.\n", f"Settings: {settings}.\n", f"Targets missed: {missed}.\n"]
+    missed = [f"- {name}" for name in tree["missed"]] or ["- none"]
+    lines = [HEAD, f"Machine: {machine}.\n", f"Settings: {settings}.\n", "Targets missed:\n", *missed, ""]
     for part, rows in groupby(map(_figure, tree["figures"]), key=lambda figure: figure.name.partition(",")[0]):
-        lines += [f"## {part}\n", "| what | measured | target | | made from |", "|---|---:|---:|---|---|"]
+        lines += [f"## {part}\n", "| what | measured | target | kept | made from |", "|---|---:|---:|---|---|"]
         for figure in rows:
             name = figure.name.partition(", ")[2] or figure.name
             lines.append("| " + " | ".join(text.replace("|", "\\|") for text in (name, *cells(figure))) + " |")

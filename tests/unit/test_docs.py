@@ -14,6 +14,8 @@ import pytest
 import run_tables
 import yaml
 
+from raycl.errors import RunError
+
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
 FOLDERS |= {path.parent.name for path in REPO.glob("raycl/*/__init__.py")} - {"bank"}  # runs have a folder bank/ too
@@ -98,7 +100,7 @@ def test_every_table_of_runs_stands_in_a_page_and_a_wrong_name_fails() -> None:
     assert sorted(named) == sorted(yaml.safe_load((run_tables.RESULTS / "tables.yaml").read_text()))
     with pytest.raises(ValueError, match="no table 'nothing'"):
         run_tables.with_tables("<!-- table: nothing -->\n<!-- /table -->")
-    with pytest.raises(ValueError, match="no run of 'nothing'"):
+    with pytest.raises(RunError, match="no run of 'nothing'"):
         run_tables.table({"runs": "methods-long8", "rows": {"nothing": ["x"]}})
 
 

@@ -10,8 +10,10 @@ from rich.text import Text
 
 from raycl.errors import ConfigError, counted
 from raycl.methods.registry import DEFAULT_METHOD
+from raycl.metrics.paired_comparison import LEVEL
 from raycl.operations.advise.studies import Measured, Study
 from raycl.operations.report.tables import points
+from raycl.operations.report.verdicts import Verdict
 from raycl.text_tables import edgeless, render, short_number
 
 SHOWN = 3
@@ -155,21 +157,24 @@ def _reason(advice: Advice) -> str:
 
 def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
     best, *others = allowed
+    equal = study.undecided(best, others)
     notes = []
-    equal = [row for row in others if study.undecided(best, row)]
-    if equal:
-        names = ", ".join(f"{row.name} ({points(row.ap)})" for row in equal)
-        fastest = min([best, *equal], key=lambda row: row.numbers["wall_s"].mean)
+    if several := [(row, verdict) for row, verdict in equal if row.seeds > 1]:
+        names = ", ".join(f"{row.name} ({points(row.ap)}{_could_tell(verdict)})" for row, verdict in several)
+        fastest = min([best, *(row for row, _ in several)], key=lambda row: row.numbers["wall_s"].mean)
         notes.append(
-            f"the figures cannot tell {best.name} from {names}: AP differs by no more than both deviations; "
-            f"of these {fastest.name} took the shortest time"
+            f"the figures cannot tell {best.name} from {names}: p by Holm is not below {LEVEL:g}; of these "
+            f"{fastest.name} took the shortest time"
         )
-    single = [row.name for row in allowed[:SHOWN] if row.seeds == 1]
-    if single:
-        notes.append(
-            f"one seed: {', '.join(single)}; the largest deviation of other rows, {study.spread:.1f}, stands for it"
-        )
+    if single := [row.name for row, _ in equal if row.seeds == 1]:
+        rest = f" and {len(single) - SHOWN} more" if len(single) > SHOWN else ""
+        notes.append(f"rows of one seed cannot be told from {best.name} either: {', '.join(single[:SHOWN])}{rest}")
     return notes
+
+
+def _could_tell(verdict: Verdict) -> str:
+    """Return what could tell, as an addition to a list's entry."""
+    return f"; could tell: {verdict.what_could_tell}" if verdict.what_could_tell else ""
 
 
 def _far(study: Study, case: Case, best: Measured) -> list[str]:

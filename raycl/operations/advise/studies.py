@@ -1,10 +1,10 @@
 """The measured comparisons of methods: scores and costs from their CSV files, capabilities from the methods' classes.
 
 A study is a comparison file and the runs that were made of it: `jobs/configs/compare/NAME.yaml` and `results/NAME.csv`
-among the files that are installed with raycl.
+among the files that are installed with raycl. Studies compare many methods, each with the same search for its settings;
+other CSV files there answer one question each, and recommend nothing.
 """
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,12 @@ from raycl import config as configs
 from raycl.backbone import BackboneConfig
 from raycl.errors import ConfigError
 from raycl.methods.registry import method_class, method_config
+from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
+from raycl.operations.report.verdicts import Verdict
 from raycl.operations.sweep.comparison import ComparisonConfig
+
+STUDIES = ("methods-long8", "methods-superni6-mini-t5", "methods-superni6-mini-llama")
 
 CHOSEN_ON_TEST = ("inflora-0.98",)
 """Rows whose settings were chosen by test scores; they recommend nothing."""
@@ -57,7 +61,7 @@ class Study:
 
     Attributes:
         kind: of the backbone. tasks, rows: tasks of the stream, and training rows of each. parameters: of the backbone.
-        measured: rows in the order of their AP, best first.
+        measured: rows in the order of their AP, best first. runs: the runs that they are made of.
     """
 
     name: str
@@ -68,16 +72,16 @@ class Study:
     rows: int
     parameters: float
     measured: list[Measured]
+    runs: RecordedRuns
 
-    @property
-    def spread(self) -> float:
-        """The largest standard deviation of AP that seeds have; it stands for that of rows with one seed."""
-        return max((row.ap.std for row in self.measured if row.ap.std is not None), default=0.0)
+    def undecided(self, best: Measured, others: Sequence[Measured]) -> list[tuple[Measured, Verdict]]:
+        """Return the rows that cannot be told from `best`, with their verdicts.
 
-    def undecided(self, one: Measured, other: Measured) -> bool:
-        """Return whether AP differs by no more than both standard deviations."""
-        spread = sum(self.spread if row.ap.std is None else row.ap.std for row in (one, other))
-        return abs(one.ap.mean - other.ap.mean) <= spread
+        Holm's correction counts the comparisons with `best` alone.
+        """
+        pairs = [(row.name, best.name) for row in others]
+        made = zip(others, self.runs.verdicts(pairs), strict=True)
+        return [(row, verdict) for row, verdict in made if verdict.word == "cannot be told"]
 
 
 def read_study(files: Path, kind: str | None = None) -> Study:
@@ -90,8 +94,8 @@ def read_study(files: Path, kind: str | None = None) -> Study:
         ConfigError: no study has such a backbone.
     """
     comparisons = {}
-    for file in sorted((files / "results").glob("*.csv")):
-        comparison = configs.load(ComparisonConfig, str(files / f"jobs/configs/compare/{file.stem}.yaml"))
+    for name in STUDIES:
+        comparison = configs.load(ComparisonConfig, str(files / f"jobs/configs/compare/{name}.yaml"))
         backbone = BackboneConfig(**comparison.base["backbone"])
         comparisons[backbone.kind] = comparison
         if kind is None and backbone.name == BackboneConfig().name:
@@ -99,17 +103,17 @@ def read_study(files: Path, kind: str | None = None) -> Study:
     if kind not in comparisons:
         raise ConfigError(f"there is no study on backbones of kind '{kind}': expected {', '.join(comparisons)}")
     comparison = comparisons[kind]
-    with (files / f"results/{comparison.name}.csv").open(encoding="utf-8", newline="") as lines:
-        runs = list(csv.DictReader(lines))
+    recorded = RecordedRuns(files / f"results/{comparison.name}.csv")
     measured = []
     for row, entry in comparison.runs.items():
         tree = configs.load_tree(None, entry.set)
         searched = entry.singles is not None and row not in CHOSEN_ON_TEST
         labels_given = tree.get("eval", {}).get("labels") == "task"
-        seeds = [run for run in runs if run["run"].rpartition("-s")[0] == row]
+        seeds = list(recorded.runs.get(row, {}).values())
         if seeds and (searched or labels_given):
             measured.append(_measured(row, entry.set, tree, seeds, labels_given))
     stream = comparison.base["stream"]
+    runs = [run for seeds in recorded.runs.values() for run in seeds.values()]
     return Study(
         comparison.name,
         kind,
@@ -119,6 +123,7 @@ def read_study(files: Path, kind: str | None = None) -> Study:
         stream["train_rows"],
         max(float(run["trained_parameters"]) for run in runs),
         sorted(measured, key=lambda row: -row.ap.mean),
+        recorded,
     )
 
 

@@ -78,13 +78,16 @@ def test_a_case_rules_rows_out_and_says_why(study: Study) -> None:
 
 
 def test_an_unknown_kind_is_one_sentence() -> None:
-    with pytest.raises(ConfigError, match="no study on backbones of kind 'rnn': expected encoder, decoder"):
+    with pytest.raises(
+        ConfigError, match="no study on backbones of kind 'rnn': expected encoder, encoder-decoder, decoder"
+    ):
         read_study(commands.INSTALLED, "rnn")
 
 
 def test_what_the_figures_cannot_tell_is_said(study: Study) -> None:
     shown = str(advise(study, Case(tasks=100, rows=5000, parameters=7e9, words=("backbone.name=mine",))))
-    assert "the figures cannot tell epi from slm (53.7 ± 1.6)" in shown and "one seed: gem" in shown
+    assert "the figures cannot tell epi from slm (53.7 ± 1.6; could tell: more than 100 seeds): p by Holm" in shown
+    assert "rows of one seed cannot be told from epi either: gem, agem, mbpa++ and 4 more" in shown
     assert "not measured at your size: 5k rows a task, 100 in the study" in shown and "7B parameters" in shown
     assert "100 tasks, 8 in the study: epi keeps an adapter of each" in shown
     assert "raycl train 'method={name: epi, ridge: 0.1}' train.learning_rate=0.01 backbone.name=mine" in shown
