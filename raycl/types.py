@@ -27,7 +27,7 @@ Activation = Literal["", "relu", "softmax"]
 """The function between A and B of an adapter: none (a weight increment, LoRA), a non-linearity (a bottleneck), or the
 softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
 
-PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "chat", "plain"]
+PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "trace", "chat", "plain"]
 """The prompt around the texts of a task: the wording of a paper, a chat template, or none."""
 
 RouterText = Literal["input", "prompt"]

@@ -238,6 +238,16 @@ def olora(
     return Prompt(f"{names}{instruction}\n{options}" if instruction else names, "\nAnswer:", definition=instruction)
 
 
+def trace(instruction: str, around: tuple[str, str]) -> Prompt:
+    """Format prompts as the rows of TRACE's release have them; no chat template, for chat models either.
+
+    Args:
+        around: text between instruction and input, and behind the input.
+    """
+    opening, cue = around
+    return Prompt(f"{instruction}\n{opening}" if instruction else opening, cue, definition=instruction)
+
+
 def llama2_chat(instruction: str) -> Prompt:
     """Format Llama-2's chat form as in SLM's LLaMA runs; the system block only where there is an instruction."""
     system = f"<<SYS>>\n{instruction}\n<</SYS>>\n\n" if instruction else ""

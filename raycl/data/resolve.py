@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raycl.data import prompts
 from raycl.data.benchmarks import builtin
 from raycl.data.benchmarks.knowledge import OLORA_INSTRUCTIONS, TASKS, PublishedTask, canonical, folder_names
 from raycl.data.benchmarks.layout import LABELS_FILE, SPLITS, SUFFIXES, TaskFolder, check_name, locate, task_folder
-from raycl.data.benchmarks.orders import Benchmark, find, require
+from raycl.data.benchmarks.orders import FOLDERS, Benchmark, find, require
 from raycl.data.settings import ColumnNames, RecordedTask, SplitNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import LABEL_NAMES, TEXT_NAMES, Columns
@@ -31,6 +32,9 @@ from raycl.types import PromptName
 
 _UNKNOWN = PublishedTask(labels="auto")
 
+_LAYOUTS_OF_THEIR_OWN: tuple[PromptName, ...] = ("llama2_chat", "trace")
+"""Prompts of benchmarks whose files may be lists of rows, as O-LoRA's are."""
+
 
 @dataclass(frozen=True)
 class TaskPlan:
@@ -42,6 +46,7 @@ class TaskPlan:
         definition: instruction; None: that of the file.
         group, dataset: names that `prompt_names` writes.
         prompt: meaning of `prompt: auto` for a text backbone.
+        around: text between instruction and input, and behind the input, in the prompt `trace`.
         recorded: the task has no data; this is what is known of it.
         type: the task's kind.
         is_own: neither the task nor one that it is like belongs to a named benchmark or to the builtin stream.
@@ -55,6 +60,7 @@ class TaskPlan:
     group: str = ""
     dataset: str = ""
     prompt: PromptName = "long"
+    around: tuple[str, str] = ("", "")
     recorded: RecordedTask | None = None
     type: str = ""
     is_own: bool = False
@@ -84,9 +90,9 @@ def resolve(config: StreamConfig) -> StreamPlan:
     benchmark = find(config.name)
     wanted, unseen = _wanted(config, benchmark), _unseen(config)
     _check_names(wanted, unseen)
-    known = {**TASKS, **(benchmark.known if benchmark else {})}
-    plans, dropped = _plans(config, wanted, _needed(config, benchmark), known)
-    tested, absent = _plans(config, unseen, ("test",), known) if unseen else ((), [])
+    _check_release(config, benchmark)
+    plans, dropped = _plans(config, benchmark, wanted, _needed(config, benchmark))
+    tested, absent = _plans(config, benchmark, unseen, ("test",)) if unseen else ((), [])
     missing = [*dropped, *absent]
     notes = (f"tasks left out because they are missing on disk: {', '.join(missing)}",) if missing else ()
     return StreamPlan(benchmark.name if benchmark else config.title, plans, tested, notes)
@@ -110,15 +116,17 @@ def missing_files(config: StreamConfig) -> str:
 
 
 def _plans(
-    config: StreamConfig, wanted: Sequence[str | TaskSpec], needed: Sequence[str], known: Mapping[str, PublishedTask]
+    config: StreamConfig, benchmark: Benchmark | None, wanted: Sequence[str | TaskSpec], needed: Sequence[str]
 ) -> tuple[tuple[TaskPlan, ...], list[str]]:
+    known: Mapping[str, PublishedTask] = {**TASKS, **(benchmark.known if benchmark else {})}
     names = [task for task in wanted if isinstance(task, str)]
     if config.root is None:
         named = {name: _builtin(name, config) for name in names}
     else:
         possible = {name: folder_names(name, known.get(name)) for name in names}
+        release = benchmark.folder if benchmark else ""
         folders = locate(
-            Storage.at(config.root), possible, needed, config.allow_missing, config.test_fraction is not None
+            Storage.at(config.root), possible, needed, config.allow_missing, config.test_fraction is not None, release
         )
         named = {name: _known(name, known.get(name), folder, config) for name, folder in folders.items()}
     plans = [_custom(task, config, needed) if isinstance(task, TaskSpec) else named.get(task) for task in wanted]
@@ -132,7 +140,8 @@ def _as_set(plan: TaskPlan, config: StreamConfig) -> TaskPlan:
     columns = replace(plan.reading.columns, group=config.group or "")
     reading = replace(plan.reading, columns=columns, on_bad_row=config.on_bad_row)
     if config.objective == "answer":
-        return replace(plan, files=files, reading=reading)
+        metric = config.metric_by_task.get(plan.name, plan.metric)
+        return replace(plan, files=files, reading=reading, metric=metric)
     if files:  # they need not have any answers
         reading = replace(reading, columns=replace(columns, label=()), labels=None, unlabelled=(), first_label=None)
     return replace(plan, files=files, reading=reading, metric=TOKEN_ACCURACY, definition="")
@@ -177,6 +186,18 @@ def _check_names(wanted: Sequence[str | TaskSpec], unseen: Sequence[str | TaskSp
         )
 
 
+def _check_release(config: StreamConfig, benchmark: Benchmark | None) -> None:
+    """Refuse the folder of another order's release, which has the same tasks with other rows."""
+    own = benchmark.folder if benchmark else ""
+    given = (config.root or "").rstrip("/").rpartition("/")[2]
+    if own and given != own and given in FOLDERS.values():
+        orders = " or ".join(order for order, folder in FOLDERS.items() if folder == given)
+        raise ConfigError(
+            f"stream.root is '{config.root}', and the rows of stream.name={config.name} are those of {own}: set "
+            f"stream.root to that folder or to the one that holds it, or stream.name to {orders}"
+        )
+
+
 def _needed(config: StreamConfig, benchmark: Benchmark | None) -> tuple[str, ...]:
     if benchmark is not None and benchmark.test_only:
         return ("test",)
@@ -203,14 +224,27 @@ def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: 
     labels, prompt, definition = info.labels, info.prompt, info.instruction
     first = next(iter(files.values()))
     is_olora = isinstance(first, SourceFile) and first.name.endswith(".json") and is_list(first)
-    if info.prompt != "llama2_chat" and is_olora:
+    if info.prompt not in _LAYOUTS_OF_THEIR_OWN and is_olora:
         labels, prompt = _labels_file(located.folder) or labels, "olora"
         definition = OLORA_INSTRUCTIONS.get(info.group, "")
     keep = config.unlabelled == "keep"
-    reading = FileReading("auto", info.columns, labels, info.unlabelled, keep, words=_words(info.words, config))
+    words, around = _words(info.words, config), _prompt_of_rows(info, config)
+    reading = FileReading("auto", info.columns, labels, info.unlabelled, keep, words=words, around=around)
     metric = _metric(info.metric if known else None, labels, config)
     folder = located.folder.uri.rpartition("/")[2]
-    return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, type=info.type)
+    more: dict[str, Any] = {"around": info.around, "type": info.type}
+    return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, **more)
+
+
+def _prompt_of_rows(info: PublishedTask, config: StreamConfig) -> tuple[str, str]:
+    """Return what every text of the release begins and ends with, which the prompt puts around it: it is taken off.
+
+    With `stream.prompt=plain` no prompt is put around texts, so they stay whole.
+    """
+    if info.prompt != "trace" or config.prompt == "plain":
+        return "", ""
+    prompt = prompts.trace(info.instruction or "", info.around)
+    return prompt.prefix, prompt.suffix
 
 
 def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> TaskPlan:
@@ -235,13 +269,15 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     labels: Labels = spec.labels
     if labels == "auto":
         labels = (_labels_file(folder) if folder is not None else None) or (info.labels if spec.like else labels)
-    columns = replace(info.columns if spec.columns == ColumnNames() else _columns(spec.columns), turns=config.turns)
+    is_release = spec.columns == ColumnNames()
+    columns = replace(info.columns if is_release else _columns(spec.columns), turns=config.turns)
     words = _words(spec.words or info.words, config)
-    reading = FileReading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words)
+    around = _prompt_of_rows(info, config) if is_release else ("", "")
+    reading = FileReading(spec.format, columns, labels, info.unlabelled, False, spec.first_label, words, around=around)
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
     definition = info.instruction if spec.definition is None else spec.definition
     more: dict[str, Any] = {"dataset": spec.name, "prompt": info.prompt, "type": spec.type or info.type}
-    return TaskPlan(spec.name, files, reading, metric, definition, **more, is_own=spec.like is None)
+    return TaskPlan(spec.name, files, reading, metric, definition, **more, around=info.around, is_own=spec.like is None)
 
 
 def _like(spec: TaskSpec) -> PublishedTask:

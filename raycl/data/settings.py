@@ -168,6 +168,11 @@ class StreamConfig(Section):
     train_rows_by_task: dict[str, PositiveInt] = Field(
         default_factory=dict, description="task name -> train_rows, where it differs, for example a task with few rows"
     )
+    metric_by_task: dict[str, str] = Field(
+        default_factory=dict,
+        description="task name -> name of its score, instead of the benchmark's, for example {MeetingBank: "
+        "rouge_l_trace}",
+    )
     test_rows: int | None = Field(
         None, ge=1, description="rows of a task to test on, sampled; null: all (builtin: 150)"
     )

@@ -208,8 +208,10 @@ class Stream:
         published = {"superni": prompts.superni, "long": prompts.long, "llama2_chat": prompts.llama2_chat}
         if name in published:
             return published[name](definition)
+        plan = opened.plan
+        if name == "trace":
+            return prompts.trace(definition, plan.around)
         if name == "olora":
-            plan = opened.plan
             return prompts.olora(definition, task.labels, plan.group, plan.dataset, self.config.prompt_names)
         return Prompt()
 

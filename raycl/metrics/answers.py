@@ -47,6 +47,7 @@ class Metric:
         overlap: it measures overlapping text, to which the off-task rule does not apply.
         mean_of_rows: it is the mean of what it gives for each row alone, so that a score of a sample has an interval.
         needs_sources: it compares with the input texts.
+        reads_prompts: the input texts that it compares with are whole prompts, the task's instruction included.
         library: the optional module that it needs. install: the extra that installs it.
     """
 
@@ -54,6 +55,7 @@ class Metric:
     overlap: bool = False
     mean_of_rows: bool = True
     needs_sources: bool = False
+    reads_prompts: bool = False
     library: str = ""
     install: str = ""
 

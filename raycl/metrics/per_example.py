@@ -23,6 +23,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from raycl.errors import BackboneError, ConfigError, DataError, meant
+from raycl.metrics import trace
 from raycl.metrics.answers import Answers, Labels, Metric, mean_best
 from raycl.metrics.matrix import ACCURACY
 from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
@@ -298,8 +299,20 @@ METRICS: dict[str, Metric] = {
     "bleu": Metric(bleu, overlap=True, mean_of_rows=False, library="sacrebleu", install="'raycl[scores]'"),
     # Xu et al. 2016, simplification (TRACE: 20Minuten).
     "sari": Metric(sari, True, False, needs_sources=True, library="sacrebleu", install="'raycl[scores]'"),
-    # rapidfuzz: 200 * longest common subsequence of characters / characters of both (TRACE: Py150).
+    # rapidfuzz: 200 * longest common subsequence of characters / characters of both.
     "edit_similarity": Metric(edit_similarity, overlap=True, library="rapidfuzz", install="'raycl[scores]'"),
+    # TRACE, Py150: the same after literal tags are replaced, in whole percent.
+    "edit_similarity_py150": Metric(
+        trace.edit_similarity_py150, overlap=True, library="rapidfuzz", install="'raycl[scores]'"
+    ),
+    # TRACE, ScienceQA: the letter before the reasons; free text, so that the letters of other tasks are no off-task
+    # answers.
+    "first_character": Metric(trace.first_character, overlap=True),
+    # TRACE's code: the package rouge 1.0.1, and SARI whose source is the whole prompt.
+    "rouge_l_trace": Metric(trace.rouge_l, overlap=True),
+    "sari_trace": Metric(
+        sari, True, False, needs_sources=True, reads_prompts=True, library="sacrebleu", install="'raycl[scores]'"
+    ),
 }
 """Metric name -> its function."""
 

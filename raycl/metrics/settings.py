@@ -69,8 +69,8 @@ class EvalConfig(Section):
         None,
         ge=1,
         description="rows of each task that are scored, drawn once by the run's seed: the same after each task and for "
-        "each method; with 95 % intervals, but for macro_f1, bleu, sari and bertscore. null: all. stream.test_rows "
-        "takes rows out of the data instead",
+        "each method; with 95 % intervals, but for macro_f1, bleu, sari, sari_trace and bertscore. null: all. "
+        "stream.test_rows takes rows out of the data instead",
     )
     select: Literal["last", "best_dev"] = Field(
         "last",

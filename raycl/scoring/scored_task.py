@@ -6,6 +6,7 @@ from functools import cached_property
 
 from raycl import config as configs
 from raycl.bank.manifest import Snapshot, TaskInfo
+from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import last_contents
 from raycl.data.stream import Stream
 from raycl.data.tokens import Split, TokenTable
@@ -79,7 +80,8 @@ class ScoredTask:
 
     def score(self, answers: Sequence[str]) -> Score:
         """Return the score of an answer to each row; behind examples that are no turns, it ends at a blank line."""
-        sources = last_contents(self.texts) if metric_of(self.task.metric).needs_sources else ()
+        prompt = self.stream.prompt(self.task, self.codec)
+        sources = sources_of(self.task.metric, self.texts, prompt) if metric_of(self.task.metric).needs_sources else ()
         score = score_answers(
             self.task, self._ended(answers), self.references, sources, self._other_labels, self.settings
         )
@@ -99,6 +101,12 @@ class ScoredTask:
     @property
     def _other_labels(self) -> set[str]:
         return {label for other in self.stream.tasks if other is not self.task for label in other.labels or ()}
+
+
+def sources_of(metric: str, texts: Sequence[str], prompt: Prompt) -> Sequence[str]:
+    """Return the input texts that a metric compares with: in their whole prompts (`Metric.reads_prompts`), or alone; of
+    a conversation alone its last message."""
+    return list(map(prompt.written, texts)) if metric_of(metric).reads_prompts else last_contents(texts)
 
 
 def score_answers(

@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 """A chat template of words that the tiny tokenizer knows."""
 
-PROMPTS = ("superni", "long", "olora", "llama2_chat", "chat", "conversations")
+PROMPTS = ("superni", "long", "olora", "llama2_chat", "trace", "chat", "conversations")
 DEFINITIONS = {"colour": "red blue sky ?", "animal": "cat dog warm ?"}
 SERVED = [pair for pair in RUNS_BY_KIND if pair[1] not in (*NOT_SERVED, *WHOLE_MODELS)]
 

@@ -1,7 +1,7 @@
 """Facts about the public tasks: label sets, metrics, folder names, prompts.
 
 Files do not contain which answers are allowed or how a paper scores them. Sources: SAPT's and O-LoRA's data releases
-and papers; metrics as each paper reports them.
+and papers, TRACE's code and measurements of its data by others; metrics as each paper reports them.
 """
 
 import re
@@ -29,6 +29,8 @@ class PublishedTask:
         prompt: meaning of `prompt: auto` for text backbones (O-LoRA's file layout means `olora`).
         unlabelled: label texts that mark a row without a label.
         instruction: the paper's text before every input; None: the file's, if it has one.
+        around: text between instruction and input, and behind the input (TRACE), which rows of the release contain with
+            the instruction. It is taken off the rows, and the prompt puts it back.
         columns: columns of text and answer in its published files.
         type: its kind, in SAPT's table 3.
         words: label -> the single word that stands for it where answers are one word each.
@@ -41,6 +43,7 @@ class PublishedTask:
     prompt: PromptName = "long"
     unlabelled: tuple[str, ...] = ()
     instruction: str | None = None
+    around: tuple[str, str] = ("", "")
     columns: Columns = field(default_factory=Columns)
     type: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
@@ -186,8 +189,62 @@ _DAS: Mapping[str, PublishedTask] = {
 }
 """ChemProt (pubmed) is reported as micro-F1 in the macro column."""
 
+_STANCES = ("A", "B", "C")
 
-TASKS: Mapping[str, PublishedTask] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA, **_DAS})
+
+def _trace(
+    metric: str,
+    instruction: str | None = None,
+    around: tuple[str, str] = ("", ""),
+    labels: tuple[str, ...] | None = None,
+) -> PublishedTask:
+    return PublishedTask(
+        labels,
+        metric,
+        prompt="trace",
+        instruction=instruction,
+        around=around,
+        columns=Columns(("prompt",), ("answer",)),
+    )
+
+
+_TRACE: Mapping[str, PublishedTask] = {
+    "C-STANCE": _trace(
+        "accuracy",
+        "判断以下文本对指定对象的态度，选择一项：A.支持，B.反对，C.中立。输出A，B或者C。",
+        ("文本：\n", "\n态度："),
+        _STANCES,
+    ),
+    "FOMC": _trace(
+        "accuracy",
+        "What is the monetary policy stance for the following text? A. dovish, B. hawkish, C. neutral. Choose one from "
+        "A, B and C.",
+        ("Text:\n", "\nStance:"),
+        _STANCES,
+    ),
+    "MeetingBank": _trace(
+        "rouge_l", "Write a summary of the following meeting transcripts.", ("Meeting transcripts:\n", "\nSummary:")
+    ),
+    "Py150": _trace("edit_similarity_py150"),
+    "ScienceQA": _trace(
+        "first_character",
+        "Choose an answer for the following question and give your reasons.",
+        ("\nQuestion:\n", "\n\nAnswer:"),
+    ),
+    **{
+        name: _trace("accuracy", "Solve the following math problem.", ("Question:\n", "\nAnswer:"))
+        for name in ("NumGLUE-cm", "NumGLUE-ds")
+    },
+    "20Minuten": _trace(
+        "sari",
+        "Provide a simplified version of the following paragraph in German.",
+        ("\nParagraph:\n", "\n\nSimplification:"),
+    ),
+}
+"""TRACE (arXiv 2310.06762): instructions of inference/ICL.py, metrics of evaluations/."""
+
+
+TASKS: Mapping[str, PublishedTask] = MappingProxyType({**_LONG, **_SUPERNI, **_LLAMA, **_DAS, **_TRACE})
 """Every known task under its canonical name."""
 
 

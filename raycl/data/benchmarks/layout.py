@@ -22,7 +22,11 @@ LABELS_FILE = "labels.json"
 SPLITS = ("train", "dev", "test")
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 _SPLIT_FOLDERS = {"train": ("train", "auxiliary_train"), "dev": NAMES["dev"], "test": ("test",)}
-_CONTAINERS = frozenset(fold(name) for name in ("CL_Benchmark", "SuperNI", "Long_Sequence", *OLORA_GROUPS))
+_CONTAINERS = frozenset(
+    fold(name) for name in ("CL_Benchmark", "SuperNI", "Long_Sequence", "TRACE-Benchmark", *OLORA_GROUPS)
+)
+
+_USUAL = "CL_Benchmark, SuperNI, Long_Sequence or an O-LoRA group folder"
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def locate(
     needed: Sequence[str],
     allow_missing: bool,
     one_file: bool = False,
+    release: str = "",
 ) -> dict[str, TaskFolder]:
     """Return the folders of `tasks` below `root`, in their order.
 
@@ -96,13 +101,14 @@ def locate(
         needed: splits that each task must have a file for.
         one_file: a task may be a single file, in its folder or by its name.
         allow_missing: leave missing tasks out with a warning instead of raising.
+        release: name of a further folder that may hold them; "": none.
 
     Raises:
         MissingTasksError: some tasks lack a folder or a needed file, all named at once; or all are missing.
     """
     for name in tasks:
         check_name(name)
-    candidates = _candidates(root)
+    candidates = _candidates(root, _CONTAINERS | {fold(release)})
     folders = {name: _best(candidates, name, names, needed, one_file) for name, names in tasks.items()}
     missing = {name: lack for name, lack in folders.items() if isinstance(lack, str)}
     if missing:
@@ -110,7 +116,7 @@ def locate(
         if not allow_missing or len(missing) == len(tasks):
             raise MissingTasksError(
                 f"{len(missing)} of {len(tasks)} tasks are missing under '{root.uri}': {listing}; expected "
-                "<task>/{train,test}.json there, in CL_Benchmark, SuperNI, Long_Sequence or an O-LoRA group folder; "
+                f"<task>/{{train,test}}.json there, in {release or _USUAL}; "
                 "check 'root' or set 'allow_missing: true' to continue without them"
             )
         log.warning("continuing without %s missing under '%s': %s", counted(len(missing), "task"), root.uri, listing)
@@ -139,22 +145,26 @@ def _best(
     return lack
 
 
-def _candidates(root: Storage) -> dict[str, list[Storage]]:
-    """Return the folders of each folded name, nearest to the root first."""
+def _candidates(root: Storage, containers: Collection[str]) -> dict[str, list[Storage]]:
+    """Return the folders of each folded name, nearest to the root first.
+
+    Args:
+        containers: folded names of folders that are searched too.
+    """
     result: dict[str, list[Storage]] = {}
-    for folder, name in _walk(root, depth=2):
+    for folder, name in _walk(root, 2, containers):
         stem = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
         result.setdefault(fold(stem), []).append(folder.sub(name))
     return result
 
 
-def _walk(folder: Storage, depth: int) -> Iterator[tuple[Storage, str]]:
+def _walk(folder: Storage, depth: int, containers: Collection[str]) -> Iterator[tuple[Storage, str]]:
     names = _list(folder)
     yield from ((folder, name) for name in names)
     if depth:
         for name in names:
-            if fold(name) in _CONTAINERS:
-                yield from _walk(folder.sub(name), depth - 1)
+            if fold(name) in containers:
+                yield from _walk(folder.sub(name), depth - 1, containers)
 
 
 def _list(folder: Storage) -> list[str]:

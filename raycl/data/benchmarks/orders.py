@@ -24,12 +24,14 @@ class Benchmark:
     Attributes:
         test_only: its tasks are never trained on, so no train files are needed.
         known: task -> what is known of it, where `knowledge.TASKS` does not have it.
+        folder: name of the release's folder that holds its tasks, where a release has several; "": none.
     """
 
     name: str
     tasks: tuple[str, ...]
     test_only: bool = False
     known: Mapping[str, PublishedTask] = field(default_factory=dict)
+    folder: str = ""
 
 
 def find(name: str) -> Benchmark | None:
@@ -68,6 +70,7 @@ def _superni(*numbers: int) -> tuple[str, ...]:
     return tuple(canonical(f"task{number:03d}") for number in numbers)
 
 
+_TRACE = ("C-STANCE", "FOMC", "MeetingBank", "Py150", "ScienceQA", "NumGLUE-cm", "NumGLUE-ds", "20Minuten")
 _MIDDLE = ("imdb", "sst2", "dbpedia", "agnews")
 
 ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -94,10 +97,25 @@ ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "superni-2": _superni(748, 73, 1590, 639, 1572, 1687, 591, 363, 1510, 1729, 181, 511, 2, 1290, 875),
         "superni-unseen": _superni(360, 574, 1714, 180, 678, 1410, 339, 670, 1327, 522, 1356, 1499, 421, 833, 929),
         "das": ("restaurant", "acl", "ai", "phone", "pubmed", "camera"),
+        "trace": _TRACE,
+        "trace-2": (
+            *("NumGLUE-cm", "NumGLUE-ds", "FOMC", "20Minuten", "C-STANCE", "Py150", "MeetingBank", "ScienceQA"),
+        ),
+        "trace-500": _TRACE,
     }
 )
 """Orders 1 to 3 as in SLM (T5), O-LoRA and MIGU; bert, llama: SLM; idbr: IDBR as in SLM's code; long, superni: SAPT
-and O-LoRA; das: MIGU, whose paper confirms the first three tasks, the rest follow the first line of ContinualLM."""
+and O-LoRA; das: MIGU, whose paper confirms the first three tasks, the rest follow the first line of ContinualLM; trace:
+TRACE's orders 1 and 2, and order 1 with the release's 500 train rows of each task."""
+
+FOLDERS: Mapping[str, str] = MappingProxyType(
+    {
+        "trace": "LLM-CL-Benchmark_5000",
+        "trace-2": "LLM-CL-Benchmark_5000",
+        "trace-500": "LLM-CL-Benchmark_500",
+    }
+)
+"""Order -> the folder of its release, where that has several with the same tasks."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -114,10 +132,14 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "migu-7": "das",
         **{f"slm-{number}": f"bert-{number}" for number in (4, 5, 6, 7)},
         **{f"slm-{number}": f"llama-{number}" for number in (8, 9)},
+        "trace-1": "trace",
     }
 )
 """The papers' numbers, in lower case."""
 
 _BY_NAME: Mapping[str, Benchmark] = MappingProxyType(
-    {name.lower(): Benchmark(name, tasks, name == "superni-unseen") for name, tasks in ORDERS.items()}
+    {
+        name.lower(): Benchmark(name, tasks, name == "superni-unseen", folder=FOLDERS.get(name, ""))
+        for name, tasks in ORDERS.items()
+    }
 )

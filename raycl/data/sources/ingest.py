@@ -47,6 +47,7 @@ class FileReading:
         keep_unlabelled: keep such rows; else they are dropped and counted.
         first_label: number of the first label where files hold class numbers, else None.
         words: (label, word) pairs: the word is the answer instead of the label.
+        around: what every text begins and ends with, which is taken off.
         on_bad_row: refuse: a row that cannot be used is an error; skip: it is left out and counted.
     """
 
@@ -57,6 +58,7 @@ class FileReading:
     keep_unlabelled: bool = False
     first_label: int | None = None
     words: tuple[tuple[str, str], ...] = ()
+    around: tuple[str, str] = ("", "")
     on_bad_row: OnBadRow = "refuse"
 
     @property
@@ -230,6 +232,10 @@ def _kept(rows: Iterator[SourceRow], check: _Check, findings: Findings) -> Itera
                 yield checked
 
 
+def _beginning_and_end(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:50]}...{text[-25:]}"
+
+
 class _Check:
     """Counts rows, gathers labels and refuses answers outside the label set; None means that the row is dropped."""
 
@@ -245,6 +251,8 @@ class _Check:
 
     def __call__(self, row: SourceRow) -> SourceRow | None:
         self._check_kind(row)
+        if any(self._reading.around):
+            row = row._replace(text=self._inner(row))
         if row.references[0] in self._reading.unlabelled:
             if not self._reading.keep_unlabelled:
                 self.dropped += 1
@@ -268,6 +276,18 @@ class _Check:
         if row.is_chat != self.is_chat:
             kinds = ("a conversation", "a text") if row.is_chat else ("a text", "a conversation")
             self._refuse(f"found {kinds[0]}: expected {kinds[1]} as in the first row, split the file", row.number)
+
+    def _inner(self, row: SourceRow) -> str:
+        """Return the text of a row without what is around every text; of an empty input the two parts may overlap."""
+        before, behind = self._reading.around
+        if not (row.text.startswith(before) and row.text.endswith(behind)):
+            self._refuse(
+                f"the prompt {_beginning_and_end(row.text)!r} is not the benchmark's: expected it to begin with "
+                f"{before!r} and to end with {behind!r}; correct the row, or set stream.prompt=plain to read prompts "
+                "as they are",
+                row.number,
+            )
+        return row.text[len(before) : len(row.text) - len(behind)]
 
     def _named(self, row: SourceRow) -> SourceRow:
         labels, first = self._reading.labels, self._reading.first_label

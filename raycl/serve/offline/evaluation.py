@@ -10,14 +10,15 @@ from typing import Any
 
 from raycl.bank import Snapshot
 from raycl.bank.manifest import TaskInfo
-from raycl.data.sources.conversation import answer_of, last_contents, messages_of
+from raycl.data.prompts import Prompt
+from raycl.data.sources.conversation import answer_of, messages_of
 from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.ingest import MAX_AUTO_LABELS
 from raycl.data.stream import Stream
 from raycl.errors import BankError, DataError
-from raycl.metrics.per_example import check_metric, taken_for_same
+from raycl.metrics.per_example import check_metric, metric_of, taken_for_same
 from raycl.metrics.settings import EvalConfig
-from raycl.scoring.scored_task import ScoredTask, line_of, recorded_settings, score_answers
+from raycl.scoring.scored_task import ScoredTask, line_of, recorded_settings, score_answers, sources_of
 from raycl.serve.offline.model import OfflineModel, Text
 from raycl.serve.offline.prediction_input import Input
 from raycl.types import Score, Task
@@ -94,7 +95,7 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
                 with_calls[len(references)] = row.text
             references.append(row.references)
             if needs_sources:
-                sources.extend(last_contents([row.text]) if row.is_chat else [row.text])
+                sources.append(row.text)
             yield _text_of(row)
 
     rules = recorded_settings(model.snapshot)
@@ -121,9 +122,10 @@ def evaluate_rows(model: OfflineModel, given: Input, metric: str | None = None, 
     others = {label for other in model.snapshot.tasks for label in other.labels or ()}.difference(labels or ())
     metric = metric or task.metric
     task = task.model_copy(update={"metric": metric, "labels": labels})
+    compared = sources_of(metric, sources, Prompt.of(task)) if metric_of(metric).needs_sources else ()
 
     def scored(answers: Sequence[str]) -> Score:
-        return score_answers(task, answers, references, sources, others, rules)
+        return score_answers(task, answers, references, compared, others, rules)
 
     alone = None
     if settings.get("task") and model.reads_alone:

@@ -116,11 +116,12 @@ def check(config: RunConfig) -> Stream:
         **{f"method.{path}": given for path, given in config.method.settings_by_task().items()},
     }
     _check_names(by_task, stream.tasks)
-    limits: dict[str, Mapping[str, Any]] = {
+    every: dict[str, Mapping[str, Any]] = {
+        "stream.metric_by_task": config.stream.metric_by_task,
         "stream.max_source_tokens_by_task": config.stream.max_source_tokens_by_task,
         "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
     }
-    _check_names(limits, (*stream.tasks, *stream.unseen))
+    _check_names(every, (*stream.tasks, *stream.unseen))
     for line in _own_tasks(config, stream, codec):
         log.info("%s", line)
     for line in (*_warmup(config, stream, codec), *_samples(config, stream)):

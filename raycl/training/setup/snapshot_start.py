@@ -30,7 +30,7 @@ LIMITS = ("max_source_tokens", "max_target_tokens")
 """Settings of the stream that are a task's own, as it was learned."""
 
 BY_TASK = (
-    *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task"),
+    *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task", "stream.metric_by_task"),
     *(f"stream.{name}_by_task" for name in LIMITS),
 )
 """Settings by the names of tasks, beside those of methods."""

@@ -22,7 +22,8 @@ def test_every_order_is_of_known_different_tasks() -> None:
 
 
 def test_orders_of_one_benchmark_are_permutations_of_each_other() -> None:
-    for prefix, size in (("std", 4), ("bert", 5), ("llama", 3), ("long", 15), ("superni-1", 15), ("idbr", 3)):
+    sizes = {"std": 4, "bert": 5, "llama": 3, "long": 15, "superni-1": 15, "idbr": 3, "trace": 8}
+    for prefix, size in sizes.items():
         orders = [set(tasks) for name, tasks in ORDERS.items() if name.startswith(prefix)]
         assert all(order == orders[0] and len(order) == size for order in orders), prefix
     assert set(ORDERS["superni-1"]) == set(ORDERS["superni-2"])
@@ -35,6 +36,7 @@ def test_orders_of_one_benchmark_are_permutations_of_each_other() -> None:
         *[("sapt-1", "superni-1"), ("SAPT-3", "long-A"), ("sapt-4", "long-C"), ("gainlora-3", "long-C")],
         *[("gainlora-4", "long-A"), ("migu-5", "long-B"), ("olora-6", "long-C"), ("slm-7", "bert-7")],
         *[("slm-9", "llama-9"), ("migu-7", "das"), ("olora-2", "std-2"), ("long-a", "long-A")],
+        ("trace-1", "trace"),
     ],
 )
 def test_the_papers_numbers_are_aliases(alias: str, name: str) -> None:

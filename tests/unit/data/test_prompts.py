@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raycl.bank.manifest import TaskInfo
-from raycl.data.prompts import Prompt, chat, llama2_chat, long, naming_labels, olora, superni
+from raycl.data.prompts import Prompt, chat, llama2_chat, long, naming_labels, olora, superni, trace
 from raycl.data.sources.conversation import Message, text_of
 
 
@@ -27,6 +27,13 @@ def test_olora_names_the_dataset_only_on_request() -> None:
 
 def test_olora_copa_has_neither_instruction_nor_options() -> None:
     assert olora("", ["A", "B"]).around("x") == "x\nAnswer:"
+
+
+def test_trace() -> None:
+    prompt = trace("Solve the following math problem.", ("Question:\n", "\nAnswer:"))
+    assert prompt.around("1 + 1?") == "Solve the following math problem.\nQuestion:\n1 + 1?\nAnswer:"
+    assert prompt.instruction == "Solve the following math problem."
+    assert trace("", ("", "")).around("x") == "x"  # Py150
 
 
 def test_llama2_chat() -> None:
