@@ -128,7 +128,7 @@ class UpstreamConfig(Section):
 OF_A_MODEL = (
     *("branch", "snapshot", "backbone", "device", "dtype", "gpus", "max_batch", "decoding"),
     *("labels", "max_loaded_rows", "prefix_cache_mb", "loaded_snapshots", "trust_remote_code", "follow", "gate"),
-    "examples",
+    *("examples", "keep_unsure"),
     *(f"limits.{name}" for name in ("prompt_tokens", "inputs", "max_tokens", "n")),
 )
 """Settings without effect where another engine answers."""
@@ -230,6 +230,13 @@ class ServeConfig(Section):
         le=10,
         description="test rows of each task that the playground offers as examples, where its data can be read here; "
         "null: 2 without API keys, when only this machine is answered, else 0",
+    )
+    keep_unsure: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="texts of requests that each replica keeps in memory, those farthest from all learned tasks, as "
+        "candidates for the next task: GET /admin/unsure and the page of metrics show them; 0: none",
     )
     log_prompts: bool = Field(False, description="write inputs into the log")
     access_log: bool = Field(

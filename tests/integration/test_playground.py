@@ -469,7 +469,7 @@ def test_pages_can_be_read(page: Page, served: Get) -> None:
 
 
 def test_metrics_without_prometheus(page: Page, complete: Complete) -> None:
-    with serving(complete("bert", "slm", "torch").storage.sub("bank").uri) as endpoint:
+    with serving(complete("bert", "slm", "torch").storage.sub("bank").uri, keep_unsure=2) as endpoint:
         errors = recorded(page)
         page.goto(f"{endpoint.url}/playground/metrics.html")
         expect(page.locator("#times")).to_contain_text("no answer yet")
@@ -489,6 +489,22 @@ def test_metrics_without_prometheus(page: Page, complete: Complete) -> None:
         expect(page.locator("#weights-title + .legend li")).to_have_text(["animal", "colour"])
         page.select_option("#span", "600")
         expect(page.locator("#requests .line").first).to_have_attribute("data-points", "60")
+        expect(page.locator("#drift-note")).to_contain_text("A difference in bold is larger than chance")
+        expect(page.locator("#drift tr")).to_have_count(3)
+        expect(page.locator("#drift td:nth-child(2)")).to_have_text(["1 (33 %)", "2 (67 %)"])
+        drift = endpoint.ask("/v1/drift")[1]
+        assert {task: counts["texts"] for task, counts in drift["served"].items()} == {"colour": 1, "animal": 2}
+        trained = drift["training"]["data"]
+        assert all(counts["texts"] and sum(counts["labels"].values()) for counts in trained.values())
+        unsure = [one["text"] for one in endpoint.ask("/admin/unsure")[1]["data"]]
+        assert set(unsure) <= {COLOUR, ANIMAL} and unsure
+        expect(page.locator("#unsure li span")).to_have_text(unsure)
+        with page.expect_download() as saved:
+            page.locator("#unsure-file").click()
+        rows = [json.loads(row) for row in saved.value.path().read_text().splitlines()]
+        assert rows == [{"text": text, "label": ""} for text in unsure]
+        for look in looks(page):
+            assert faults(page) == [], f"metrics with drift, {look}"
         assert errors == []
 
 

@@ -779,6 +779,56 @@ class MetricsAnswer(BaseModel):
     data: list[MetricsInterval]
 
 
+class DriftCounts(BaseModel):
+    """Texts of one task."""
+
+    texts: int
+    unknown: int | None = Field(
+        description="texts of no learned task, by the threshold of the setting `false_alarms`; null: there is none"
+    )
+    ood: list[int] = Field(description="texts by out-of-distribution score, in ten classes from 0 to 1")
+    labels: dict[str, int] = Field(description="label -> texts; empty for tasks without labels")
+
+
+class TrainingDrift(BaseModel):
+    """Counts of the rows that tasks were learned from: labels of training rows, the rest of held-out rows."""
+
+    state: Literal["counting", "ready", "missing"]
+    reason: str = Field(description="why they are missing; else empty")
+    data: dict[str, DriftCounts]
+
+
+class DriftAnswer(BaseModel):
+    """The response of GET /v1/drift: answers of the active snapshot by the task with the largest weight."""
+
+    object: Literal["drift"]
+    replica: str
+    snapshot: int
+    served: dict[str, DriftCounts]
+    training: TrainingDrift
+    keeps_unsure: int = Field(description="the setting `keep_unsure`")
+
+
+class UnsureText(BaseModel):
+    """A text that is far from all learned tasks."""
+
+    text: str
+    task: str = Field(description="the task with the largest weight; empty: none")
+    weight: float
+    ood_score: float | None
+    ood_distance: float | None
+    unknown: bool | None
+    time: float
+
+
+class UnsureAnswer(BaseModel):
+    """The response of GET /admin/unsure."""
+
+    object: Literal["list"]
+    replica: str
+    data: list[UnsureText]
+
+
 class ActivateAnswer(BaseModel):
     """The response of POST /admin/activate."""
 

@@ -17,6 +17,7 @@ from raycl.errors import RayclError
 from raycl.generation.requests import PromptLogprobs, ResponseMetadata, Started, TextDelta, TokenLogprobs
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError, PromptTooLongError, error_response
+from raycl.serve.http.drift import record
 from raycl.serve.http.logprobs import chat_logprobs, text_logprobs
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
@@ -169,7 +170,7 @@ async def _complete(service: Service, history: History, options: GenerationOptio
                 content["message"]["tool_calls"] = [call.tree() for call in called]
                 finish = "tool_calls" if finish == "stop" else finish
         details = details_of(loaded, answer.metadata).model_dump()
-        history.add_answer(answer, details["tasks"])
+        record(history, loaded, answer, details["tasks"], options.texts[number])
         logprobs = _logprobs(service, options, answer.logprobs, prompt=answer.prompt_logprobs)
         choices.append({"index": number, **content, "finish_reason": finish, "logprobs": logprobs, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
@@ -245,7 +246,7 @@ async def _pieces(
                 else:
                     yield _chunk(options, head, number, "", None, logprobs)
             service.observe(answer)
-            history.add_answer(answer, tasks)
+            record(history, loaded, answer, tasks, options.texts[number])
             answers.append(answer)
     if options.request.includes_usage:
         yield {**head, "object": _kind(options), "choices": [], "usage": usage(answers, options.request.answers)}

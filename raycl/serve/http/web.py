@@ -16,6 +16,7 @@ from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
 from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import Keys, guarded
+from raycl.serve.http.drift import add_drift, record
 from raycl.serve.http.examples import Examples
 from raycl.serve.http.request_selection import details_of, select, served_tasks
 from raycl.serve.http.response_counter import ResponseCounter
@@ -49,7 +50,7 @@ TOO_DEEP = "the body's JSON is nested too deeply: send fewer lists and objects i
 
 def make_web(service: Service, keys: Keys) -> Any:
     """Return the ASGI application of one replica."""
-    history = History()
+    history = History(service.config.keep_unsure)
     app = FastAPI(title="raycl", version=__version__, responses=ERROR_RESPONSES, docs_url=None, redoc_url=None)
     add_errors(app)
     add_texts(app, service, history)
@@ -57,6 +58,7 @@ def make_web(service: Service, keys: Keys) -> Any:
     _add_models(app, service)
     _add_tasks(app, service, bool(keys))
     _add_metrics(app, history)
+    add_drift(app, service, history)
     _add_health(app, service)
     add_page(app, "raycl.serve.http.playground", "/playground")
     return ResponseCounter(guarded(app, keys, service.config), history)
@@ -147,9 +149,7 @@ def _add_labels(app: FastAPI, service: Service, history: History) -> None:
         """Return the label of each text, with the probability of every label that was in question."""
         if service.capabilities.answers != "label":
             raise InvalidRequestError("this endpoint's backbone answers with texts: use POST /v1/chat/completions")
-        answers, details = await _each(service, request, route_only=False)
-        for answer, metadata in zip(answers, details, strict=True):
-            history.add_answer(answer, metadata["tasks"])
+        answers, details = await _each(service, request, history)
         data = [
             {"index": number, "label": next(iter(answer.scores)), "scores": answer.scores, "raycl": metadata}
             for number, (answer, metadata) in enumerate(zip(answers, details, strict=True))
@@ -159,25 +159,32 @@ def _add_labels(app: FastAPI, service: Service, history: History) -> None:
     @app.post("/v1/route", response_model=None, responses={200: {"model": RouteAnswer}})
     async def route(request: ClassifyRequest) -> Response:
         """Return the mixture of each text, without an answer."""
-        _, details = await _each(service, request, route_only=True)
+        _, details = await _each(service, request)
         data = [{"index": number, "raycl": metadata} for number, metadata in enumerate(details)]
         return JSONResponse({"object": "list", "model": request.model, "data": data})
 
 
 async def _each(
-    service: Service, request: ClassifyRequest, route_only: bool
+    service: Service, request: ClassifyRequest, history: History | None = None
 ) -> tuple[list[ServedAnswer], list[dict[str, Any]]]:
-    """Return answers to the texts, and the details of each."""
-    deadline, texts = service.deadline, request.texts
+    """Return answers to the texts, and the details of each.
+
+    Args:
+        history: counts the answers; None: each is a mixture alone.
+    """
+    deadline, texts, route_only = service.deadline, request.texts, history is None
     service.check(texts)
     async with (
         select(service, request) as (loaded, selection),
         service.submit(loaded, selection, texts, route_only=route_only) as queues,
     ):
         answers = [await service.complete(queue, deadline, route_only) for queue in queues]
-    return answers, [
-        details_of(loaded, answer.metadata).model_dump() for answer in answers if answer.metadata is not None
-    ]
+        made = [answer.metadata for answer in answers if answer.metadata is not None]
+        details = [details_of(loaded, metadata).model_dump() for metadata in made]
+        if history is not None:
+            for text, answer, metadata in zip(texts, answers, details, strict=True):
+                record(history, loaded, answer, metadata["tasks"], text)
+    return answers, details
 
 
 # ---- models, adapters and snapshots -----------------------------------------------------------------------------

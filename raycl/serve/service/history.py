@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raycl.serve.service.drift import MOST_TASKS, OOD_CLASSES, OTHERS, ServedCounts, class_of
 from raycl.serve.service.service import ServedAnswer
 
 INTERVAL_S, INTERVALS = 10, 360
@@ -22,12 +23,6 @@ INTERVAL_S, INTERVALS = 10, 360
 
 BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000, 60000)
 """Upper bounds of the classes of times; one more class is for longer ones."""
-
-OOD_CLASSES = 10
-"""Classes of out-of-distribution scores, of equal width from 0 to 1."""
-
-MOST_TASKS, OTHERS = 64, "others"
-"""Tasks that an interval counts one by one; weights of further ones are summed under this name."""
 
 
 @dataclass
@@ -57,9 +52,17 @@ class Interval:
 
 
 class History:
-    """Intervals of one replica; used on the event loop's thread alone."""
+    """Intervals of one replica; used on the event loop's thread alone.
 
-    def __init__(self) -> None:
+    Args:
+        keep_unsure: see `ServedCounts`.
+
+    Attributes:
+        served: counts by task since the active snapshot began to answer.
+    """
+
+    def __init__(self, keep_unsure: int = 0) -> None:
+        self.served = ServedCounts(keep_unsure)
         self.replica: str = f"{socket.gethostname()}:{os.getpid()}"
         self._intervals: deque[Interval] = deque(maxlen=INTERVALS)
 
@@ -87,7 +90,7 @@ class History:
         now.queue_ms[bisect_left(BOUNDS_MS, answer.metadata.queue_ms)] += 1
         score = answer.metadata.ood_score
         if score is not None:
-            now.ood[min(int(score * OOD_CLASSES), OOD_CLASSES - 1)] += 1
+            now.ood[class_of(score)] += 1
             now.ood_sum += score
 
     def tree(self) -> dict[str, Any]:
