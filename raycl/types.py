@@ -33,6 +33,9 @@ PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "trace",
 RouterText = Literal["input", "prompt"]
 """The text that a router is fitted on and reads: an input alone, or in its task's prompt."""
 
+FormKind = Literal["json", "regex", "grammar"]
+"""The form of generated answers: JSON of a schema, a regular expression, or a grammar in GBNF or Lark."""
+
 UnknownPolicy = Literal["nearest", "bare", "refuse"]
 """The answer to a text of no learned task: by the adapters of the nearest task, by the backbone alone, or none."""
 

@@ -16,7 +16,7 @@ from raycl.backbone import Backbone
 from raycl.generation.continuous_batch import Activate, BatchRow, ContinuousBatch
 from raycl.generation.dynamic_cache import DynamicKVCache, begin, read_on
 from raycl.generation.prefix_cache import shares_prefixes
-from raycl.generation.requests import AllowedTokens, Sampling
+from raycl.generation.requests import Sampling, TokenConstraint
 from raycl.generation.sampling import NOT_FINITE
 from raycl.types import Batch, Mixture
 
@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
         task: name of the task. batch: real rows only. mixture: mixture of the rows; None: none is active.
         max_tokens: most tokens of an answer.
         start: ids that every row begins with, which may be read once.
-        allowed: the tokens of the only answers; None: all.
+        allowed: the limit of the tokens of each row's answer, None for no limit; (): no row has any.
     """
 
     task: str
@@ -42,7 +42,7 @@ class Prompts(NamedTuple):
     max_tokens: int
     mixture: Mixture | None = None
     start: Sequence[int] = ()
-    allowed: AllowedTokens | None = None
+    allowed: Sequence[TokenConstraint | None] = ()
 
 
 class RowAnswer(NamedTuple):
@@ -110,9 +110,13 @@ class AnswerBatch(ContinuousBatch[_Row]):
             self.deactivate()
 
     def _rows_of(self, prompts: Prompts) -> list[_Row]:
-        sampling = Sampling(prompts.max_tokens, allowed=prompts.allowed)
+        allowed = prompts.allowed or [None] * len(prompts.batch)
         return [
-            _Row(prompts.task, number, _one(prompts.mixture, index), sampling, self._ends)
+            _Row(
+                *(prompts.task, number, _one(prompts.mixture, index)),
+                Sampling(prompts.max_tokens, allowed=allowed[index]),
+                self._ends,
+            )
             for index, number in enumerate(prompts.batch.rows.tolist())
         ]
 

@@ -6,11 +6,15 @@ of all other models decode the same answers token by token (`continuous_batch`),
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+from torch import Tensor
 
 from raycl.backbone import Backbone
+from raycl.backbone.base import GenerationInputs
 from raycl.backbone.positions import attends_to_all
-from raycl.generation.requests import AllowedTokens
+from raycl.generation.requests import AllowedTokens, TokenConstraint
 from raycl.types import Batch
 
 RELATIVE = ("longt5", "mt5", "t5", "umt5")
@@ -43,24 +47,27 @@ def answers_continuously(backbone: Backbone) -> bool:
 
 
 @torch.no_grad()
-def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
+def predict(
+    backbone: Backbone, batch: Batch, max_new_tokens: int, forms: Sequence[TokenConstraint | None] = ()
+) -> list[str]:
     """Return one answer per example, without any task id; the mixture must be active.
 
     Args:
         max_new_tokens: limit of a generated answer; unused by backbones that answer with labels.
+        forms: the form of each generated answer; None: any, as for all of them without forms.
 
     Returns:
         the label with the largest score among those allowed (`Backbone.allowed_labels`; "" where no label is known),
-        or a greedy answer, kept to the allowed labels if there are any.
+        or a greedy answer, kept to the allowed labels if there are any, else to its form.
     """
     if backbone.capabilities.answers == "label":
         return _label(backbone, batch)
     with backbone.precision():
         inputs, limits = backbone.generation_inputs(batch), {}
         if backbone.allowed_labels:
-            first = inputs.prompt_columns
-            allowed = AllowedTokens(backbone.allowed_labels.values(), backbone.codec.eos_id, inputs.forced)
-            limits = {"prefix_allowed_tokens_fn": lambda _, ids_S: allowed.after(ids_S[first:].tolist())}
+            forms = [AllowedTokens(backbone.allowed_labels.values(), backbone.codec.eos_id)] * len(batch)
+        if any(form is not None for form in forms):
+            limits = {"prefix_allowed_tokens_fn": _limit(inputs, forms, int(backbone.model.config.vocab_size))}
         ids = backbone.model.generate(
             **inputs.arguments,
             max_new_tokens=max_new_tokens,
@@ -70,6 +77,24 @@ def predict(backbone: Backbone, batch: Batch, max_new_tokens: int) -> list[str]:
             **limits,
         )
     return backbone.codec.decode(ids[:, inputs.cut :])
+
+
+def _limit(
+    inputs: GenerationInputs, forms: Sequence[TokenConstraint | None], vocabulary: int
+) -> Callable[[int, Tensor], Sequence[int]]:
+    """Return the tokens that may follow a row's, as `generate` asks for them."""
+    states = [None if form is None else form.started() for form in forms]
+    every = range(vocabulary)
+
+    def allowed(row: int, ids_S: Tensor) -> Sequence[int]:
+        ids, state = ids_S[inputs.prompt_columns :].tolist(), states[row]
+        if inputs.forced is not None:
+            if not ids:
+                return [inputs.forced]
+            ids = ids[1:]
+        return every if state is None else state.after(ids)
+
+    return allowed
 
 
 def _label(backbone: Backbone, batch: Batch) -> list[str]:

@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from raycl.backbone.markup.rendering import isolated
 from raycl.errors import ConfigError
 from raycl.generation import form_process
-
-FormKind = Literal["json", "regex", "grammar"]
+from raycl.metrics.settings import AnswerFormat
+from raycl.types import FormKind
 
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space of JSON, as Python's `json.dumps` writes it: models that may write any amount do not always stop."""
@@ -112,6 +112,27 @@ class Grammars:
         if matcher.is_error():
             raise ValueError(_in_one_line(matcher.get_error()))
         return Grammar(matcher, tokenizer.eos_tokens)
+
+
+def forms_of(grammars: Grammars, formats: Mapping[str, AnswerFormat]) -> dict[str, Grammar]:
+    """Return the form of each task's answers (`eval.response_format`).
+
+    Raises:
+        ConfigError: llguidance is not installed or reads no such tokenizer, or one is no form.
+    """
+    forms = {}
+    for task, given in formats.items():
+        kind, form = given.form
+        try:
+            forms[task] = grammars.grammar(kind, json.loads(form) if kind == "json" and isinstance(form, str) else form)
+        except ConfigError as error:
+            raise ConfigError(f"eval.response_format.{task}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"eval.response_format.{task} is '{str(form)[:60]}', which names no form of an answer ({error}): "
+                "expected a JSON schema, a regular expression or a grammar that llguidance reads"
+            ) from error
+    return forms
 
 
 def _try(grammar: str) -> None:

@@ -27,17 +27,15 @@ class TokenConstraint(Protocol):
 class AllowedTokens:
     """The tokens that may follow each other, as a tree, so that a generated answer is one of a few."""
 
-    def __init__(self, answers: Iterable[Sequence[int]], end: int, forced: int | None = None) -> None:
+    def __init__(self, answers: Iterable[Sequence[int]], end: int) -> None:
         """Build the tree.
 
         Args:
             answers: ids of the answers, as they are learned. end: id of the end of the sequence.
-            forced: the model's own first token of every answer, if it has one.
         """
         self._end = [end]
         self._after: dict[tuple[int, ...], list[int]] = {}
-        for answer in answers:
-            ids = [*answer] if forced is None else [forced, *answer]
+        for ids in answers:
             for position, token in enumerate(ids):
                 known = self._after.setdefault(tuple(ids[:position]), [])
                 known += [token] if token not in known else []

@@ -218,8 +218,8 @@ class TaskPrompts:
         route: Callable[[Batch], Mixture],
         codec: TextCodec,
         snapshot: Snapshot,
-    ) -> tuple[Batch, Mixture]:
-        """Return a batch of texts, each in the prompt that it gets, and their mixture.
+    ) -> tuple[Batch, Mixture, list[str]]:
+        """Return a batch of texts, each in the prompt that it gets, their mixture, and the task of each prompt.
 
         Args:
             batch: a batch whose prompts are replaced; it may contain fill-ups.
@@ -247,7 +247,7 @@ class TaskPrompts:
 
         mixture, names = self.route(readings, mixture_of)
         prompts = [self.prompt_of(name, reading, codec) for name, reading in zip(names, readings, strict=True)]
-        return within(names, prompts, PromptReading.for_model), mixture
+        return within(names, prompts, PromptReading.for_model), mixture, names
 
     def _known(self, tasks: tuple[str, ...] | None) -> str:
         """Return the first of these tasks, if all have the same prompt."""

@@ -1,12 +1,36 @@
 """Settings of evaluation."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raycl.config import PathOrUri, Section
-from raycl.types import UnknownPolicy
+from raycl.types import FormKind, UnknownPolicy
+
+
+class AnswerFormat(Section):
+    """The form of a task's generated answers: one of the three."""
+
+    json_schema: dict[str, Any] | str | None = Field(
+        None, description="answers are JSON of this schema, given as a tree or as text"
+    )
+    regex: str | None = Field(None, description="answers match this regular expression as a whole")
+    grammar: str | None = Field(None, description="answers are written by this grammar, in GBNF or Lark")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"it has {' and '.join(given) or 'no form'}: expected one of json_schema, regex, grammar")
+        return self
+
+    @property
+    def form(self) -> tuple[FormKind, Any]:
+        """The kind of the form, and the form itself."""
+        if self.json_schema is not None:
+            return "json", self.json_schema
+        return ("grammar", self.grammar) if self.regex is None else ("regex", self.regex)
 
 
 class EvalConfig(Section):
@@ -22,6 +46,13 @@ class EvalConfig(Section):
         description="allowed answers. all: any label seen so far, or any text where answers are generated "
         "(class-incremental); task: the task's own labels (task-incremental; van de Ven and Tolias "
         "2019). Tasks without labels have no limit",
+    )
+    response_format: dict[str, AnswerFormat] = Field(
+        default_factory=dict,
+        description="task name -> the form of its generated answers: `{json_schema: SCHEMA}`, `{regex: TEXT}` or "
+        "`{grammar: TEXT}`, as requests to an endpoint may name. An answer that reaches its most tokens is cut. "
+        "`raycl evaluate`, `predict`, the gate and an endpoint of the run's snapshots keep to it too; where a task "
+        "has labels, labels=task goes before it",
     )
     instruction: Literal["given", "chosen"] = Field(
         "given",

@@ -20,7 +20,7 @@ Predictions = list[tuple[int, str]]
 """Pairs of row and answer."""
 
 
-RECORDED = ("labels", "off_task", "max_new_tokens", "unknown", "false_alarms")
+RECORDED = ("labels", "response_format", "off_task", "max_new_tokens", "unknown", "false_alarms")
 """Settings by which the run that made a snapshot judged answers."""
 
 

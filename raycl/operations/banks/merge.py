@@ -18,6 +18,7 @@ from raycl.errors import BankError
 from raycl.methods.base import at
 from raycl.methods.registry import method_config
 from raycl.routing.routers import router_class
+from raycl.scoring.scored_task import recorded_settings
 from raycl.training.definition.inputs import changes, different_versions, joined
 from raycl.training.setup.snapshot_start import LIMITS
 from raycl.types import RouterState
@@ -171,6 +172,10 @@ def _config(ours: Snapshot, theirs: Snapshot) -> dict[str, Any]:
         own = {name: theirs.token_limits(name)[index] for name in names[1] if name in learned - set(names[0])}
         differing = {name: limit for name, limit in own.items() if limit not in (None, config["stream"].get(key))}
         config["stream"][f"{key}_by_task"] = {**config["stream"].get(f"{key}_by_task", {}), **differing}
+    formats = recorded_settings(theirs).model_dump(mode="json")["response_format"]
+    if joined_formats := {name: given for name, given in formats.items() if name in learned}:
+        own_eval = config.get("eval", {})
+        config["eval"] = {**own_eval, "response_format": {**joined_formats, **own_eval.get("response_format", {})}}
     config["method"] = copy.deepcopy(config["method"])
     for path, given in method_config(theirs.provenance["config"]["method"]).settings_by_task().items():
         holder, key = at(config["method"], path)

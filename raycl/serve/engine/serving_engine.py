@@ -26,10 +26,19 @@ from raycl.backbone.codec import HFCodec
 from raycl.data.loader import batch_of
 from raycl.data.prepare import fit_targets
 from raycl.data.prompts import Prompt
-from raycl.errors import AdapterError, RayclError
-from raycl.generation.grammars import Grammars
-from raycl.generation.requests import AllowedTokens, Event, Failed, LabelScores, ResponseMetadata, Started
+from raycl.errors import AdapterError, BankError, ConfigError, RayclError
+from raycl.generation.grammars import Grammar, Grammars, forms_of
+from raycl.generation.requests import (
+    AllowedTokens,
+    Event,
+    Failed,
+    LabelScores,
+    ResponseMetadata,
+    Started,
+    TokenConstraint,
+)
 from raycl.generation.task_prompts import route_batch
+from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
@@ -79,6 +88,7 @@ class ServingEngine:
         self.model, self.max_batch = model, max_batch
         self._keeps_to_labels = keeps_to_labels
         self.grammars = Grammars(model.backbone.codec.tokenizer, sorted(model.backbone.end_ids))
+        self._forms: dict[LoadedSnapshot, dict[str, Grammar]] = {}
         self._tree = lru_cache(maxsize=TREES)(self._new_tree)
         self.max_target = max_target_tokens
         backbone = model.backbone
@@ -124,8 +134,9 @@ class ServingEngine:
         """Load a snapshot between batches, and its first adapters onto the device; blocks.
 
         Raises:
-            BankError: see `MultiSnapshotModel.add`.
+            BankError: see `MultiSnapshotModel.add`; or the forms of its tasks' answers cannot be read.
         """
+        self._forms[loaded] = self._forms_of(loaded)
         self.call(lambda: self.model.add(loaded)).result()
         keys = self.model.ahead(loaded)
         for first in range(0, len(keys), PREFETCH_BATCH):
@@ -133,7 +144,16 @@ class ServingEngine:
 
     def unload_snapshot(self, loaded: LoadedSnapshot) -> None:
         """Unload a snapshot between batches."""
+        self._forms.pop(loaded, None)
         self.call(lambda: self.model.drop(loaded)).result()
+
+    def _forms_of(self, loaded: LoadedSnapshot) -> dict[str, Grammar]:
+        """Return the forms of the answers of a snapshot's tasks, as its run evaluated them; labels have none."""
+        formats = {} if self.capabilities.answers == "label" else recorded_settings(loaded.snapshot).response_format
+        try:
+            return forms_of(self.grammars, formats)
+        except ConfigError as error:
+            raise BankError(f"snapshot {loaded.snapshot.number} cannot answer as it was evaluated: {error}") from error
 
     @property
     def kind(self) -> str:
@@ -309,7 +329,7 @@ class ServingEngine:
                 most = [sampling.max_tokens, *([routed.max_tokens] if sampling.as_trained else [])]
                 most += [] if truncated.room is None else [truncated.room]
                 sampling = replace(
-                    sampling, max_tokens=min(most), allowed=sampling.allowed or self._choices(request, routed)
+                    sampling, max_tokens=min(most), allowed=sampling.allowed or self._limit(request, routed)
                 )
             metadata = ResponseMetadata(
                 snapshot=request.loaded.snapshot.number,
@@ -327,13 +347,17 @@ class ServingEngine:
             ready.append(PreparedRequest(request, mixtures[number], truncated.ids, sampling, metadata))
         return ready
 
-    def _choices(self, request: EngineRequest, routed: RoutedPrompt) -> AllowedTokens | None:
-        """Return the limit to a request's choices, or to the labels of the task whose prompt it has; None: no limit."""
+    def _limit(self, request: EngineRequest, routed: RoutedPrompt) -> TokenConstraint | None:
+        """Return the limit to a request's choices, or to the labels or the form of the task whose prompt it has; None:
+        no limit."""
         assert request.sampling is not None, "labels of a head are not written"
         choices, limit = request.sampling.choices, sys.maxsize
         if not choices and self._keeps_to_labels and routed.template:
             choices, limit = request.loaded.labels[routed.template], routed.max_tokens
-        return self._tree(routed.prompt_request.prompt, choices, limit) if choices else None
+        if choices:
+            return self._tree(routed.prompt_request.prompt, choices, limit)
+        calls_tools = request.sampling.keeps_special
+        return None if calls_tools else self._forms.get(request.loaded, {}).get(routed.template)
 
     def _new_tree(self, prompt: Prompt, choices: tuple[str, ...], limit: int) -> AllowedTokens:
         """Return the tokens of answers as they are learned behind a prompt; equal ones are made once."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.data.router_texts import RouterTexts
 from raycl.data.stream import Stream
+from raycl.generation.grammars import Grammar, Grammars, forms_of
 from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.metrics.settings import EvalConfig
@@ -80,6 +82,11 @@ class TrainingContext:
         """The texts or ids that the method's router reads of rows."""
         method = self.method
         return RouterTexts(self.stream, self.backbone.codec, method.config.routed_text, method.encoder is None)
+
+    @cached_property
+    def forms(self) -> dict[str, Grammar]:
+        """The form of each task's answers, of those that have one."""
+        return forms_of(Grammars(self.backbone.codec.tokenizer, self.backbone.end_ids), self.evaluation.response_format)
 
     @property
     def own_adapters(self) -> bool:

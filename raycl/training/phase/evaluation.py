@@ -156,13 +156,14 @@ class StreamEvaluation:
             for task in counted_off(tasks, "evaluating tasks"):
                 scored = self._opened(task)
                 start = scored.table.common_start() if self.alone is None else []
-                labels = scored.allowed.values()
-                allowed = AllowedTokens(labels, self.context.backbone.codec.eos_id) if labels else None
+                labels, forms = scored.allowed.values(), self.context.forms
+                tree = AllowedTokens(labels, self.context.backbone.codec.eos_id) if labels else None
                 for batch in self._batches(scored, decoder.read_rows):
                     real = int((batch.rows >= 0).sum())  # the last ones of a worker may be fill-ups, without an answer
                     if real:
-                        batch, mixture = self._read(task, batch.first(real).to(self.world.device))
+                        batch, mixture, names = self._read(task, batch.first(real).to(self.world.device))
                         unanswered.update((task.name, int(batch.rows[place])) for place in self._refused(mixture))
+                        allowed = [tree or forms.get(name) for name in names]
                         yield Prompts(task.name, batch, scored.limit, mixture, start, allowed)
 
         shares: dict[str, Predictions] = {task.name: [] for task in tasks}
@@ -176,9 +177,10 @@ class StreamEvaluation:
         adaptation = None if self.is_bare else method.local_adaptation
 
         def answer(batch: Batch) -> list[str]:
-            batch, mixture = self._read(task, batch)
+            batch, mixture, names = self._read(task, batch)
+            forms = list(map(self.context.forms.get, names))
             with activate(method, mixture):
-                texts = predict(backbone, batch, scored.limit)
+                texts = predict(backbone, batch, scored.limit, forms)
             for place in self._refused(mixture):
                 texts[place] = ""
             return texts
@@ -253,13 +255,14 @@ class StreamEvaluation:
             log.info("    %-36s %5.1f  (perplexity %.4g, %d tokens)", *values)
         return cell
 
-    def _read(self, task: Task, batch: Batch) -> tuple[Batch, Mixture | None]:
-        """Return a batch of a task's rows as it is read, and its mixture, whose weights are observed."""
+    def _read(self, task: Task, batch: Batch) -> tuple[Batch, Mixture | None, list[str]]:
+        """Return a batch of a task's rows as it is read, its mixture, whose weights are observed, and the task whose
+        prompt each row has."""
         if self.alone is None:
-            return batch, self._route(task, batch)
-        read, mixture = self.alone.read(batch, task)
+            return batch, self._route(task, batch), [task.name] * len(batch)
+        read, mixture, names = self.alone.read(batch, task)
         self.observations.add(batch.tasks, mixture)
-        return read, mixture
+        return read, mixture, names
 
     def _refused(self, mixture: Mixture | None) -> list[int]:
         """Return the places of the texts of a batch that get no answer."""

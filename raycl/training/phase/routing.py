@@ -167,8 +167,8 @@ class TextAlone:
         """Return what a router that reads texts sees of a row first."""
         return self.tasks.seen(self.reading(task, text))
 
-    def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture]:
-        """Return a batch of a task's rows in the prompts that they get, and their mixture.
+    def read(self, batch: Batch, task: Task) -> tuple[Batch, Mixture, list[str]]:
+        """Return a batch of a task's rows in the prompts that they get, their mixture, and the task of each prompt.
 
         Args:
             batch: a batch with its texts.

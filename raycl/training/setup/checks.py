@@ -38,6 +38,7 @@ from raycl.training.setup.method_checks import (
     check_compiled,
     check_dropout,
     check_engine,
+    check_forms,
     check_objective,
     check_optimizer,
     check_packing,
@@ -96,6 +97,7 @@ def check(config: RunConfig) -> Stream:
     check_selection(config, stream)
     check_unseen(config, stream, codec)
     check_unknown(config, stream, codec)
+    check_forms(config, skeleton, stream.tasks)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
@@ -120,6 +122,7 @@ def check(config: RunConfig) -> Stream:
         "stream.metric_by_task": config.stream.metric_by_task,
         "stream.max_source_tokens_by_task": config.stream.max_source_tokens_by_task,
         "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
+        "eval.response_format": config.eval.response_format,
     }
     _check_names(every, (*stream.tasks, *stream.unseen))
     for line in _own_tasks(config, stream, codec):

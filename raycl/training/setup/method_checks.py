@@ -12,6 +12,7 @@ from raycl.config.unused import covering, unused_in
 from raycl.data.prompts import Prompt
 from raycl.data.stream import Stream
 from raycl.errors import ConfigError
+from raycl.generation.grammars import Grammars, forms_of
 from raycl.methods.base import Method
 from raycl.methods.lora_settings import LoraSettings
 from raycl.methods.registry import METHODS, method_class, method_config, modifier_class
@@ -317,6 +318,29 @@ def check_unknown(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
             f"eval.false_alarms={config.eval.false_alarms:g} takes {least} dev rows of the first task, and "
             f"'{first.name}' has {kept}: raise it, or set aside more dev rows (stream.dev_rows, stream.dev_fraction)"
         )
+
+
+def check_forms(config: RunConfig, backbone: Backbone, tasks: Sequence[Task]) -> None:
+    """Check `eval.response_format`, which needs answers that are written, and forms that llguidance reads.
+
+    Raises:
+        ConfigError: the backbone has label heads, or texts themselves are learned; llguidance is not installed or reads
+            no such tokenizer; one is no form.
+    """
+    formats = config.eval.response_format
+    if not formats:
+        return
+    if backbone.capabilities.answers == "label":
+        raise ConfigError(
+            f"eval.response_format names {', '.join(formats)}, but backbone '{config.backbone.name}' is encoder-only "
+            "and answers with labels: leave it out, or use a backbone that writes its answers"
+        )
+    if any(task.objective != "answer" for task in tasks):
+        raise ConfigError(
+            f"eval.response_format names {', '.join(formats)}, but stream.objective is {config.stream.objective}, "
+            "under which no answers are written: leave it out"
+        )
+    forms_of(Grammars(backbone.codec.tokenizer, backbone.end_ids), formats)
 
 
 def check_chosen(config: RunConfig, prompts: Sequence[Prompt]) -> None:

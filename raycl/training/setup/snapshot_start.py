@@ -32,6 +32,7 @@ LIMITS = ("max_source_tokens", "max_target_tokens")
 BY_TASK = (
     *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task", "stream.metric_by_task"),
     *(f"stream.{name}_by_task" for name in LIMITS),
+    "eval.response_format",
 )
 """Settings by the names of tasks, beside those of methods."""
 

@@ -85,7 +85,7 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
                 rows = slice(first, first + 2)
                 batch = batch_of(codec.encode_source(SOURCES[rows]), codec.pad_id)
                 batch.rows += first
-                yield Prompts(task, batch, 8, mixture(rows), start, allowed)
+                yield Prompts(task, batch, 8, mixture(rows), start, [allowed] * len(batch))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_batch, "LEAST_TOKENS", 2)
