@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import StringConstraints
 from torch import Tensor
 
 IGNORE = -100
@@ -23,9 +24,10 @@ MAGNITUDE = ".lora_magnitude_vector"
 COPY = ".lora_copy"
 """The end of the name of an adapter's copy of a module's weight (`AdapterState.copies`)."""
 
-Activation = Literal["", "relu", "softmax"]
-"""The function between A and B of an adapter: none (a weight increment, LoRA), a non-linearity (a bottleneck), or the
-softmax of attention, for which A holds keys and B values of learned positions (a prefix)."""
+Activation = Annotated[str, StringConstraints(pattern=r"^(relu|softmax|self\([a-z0-9_=.,+-]+\))?$")]
+"""The function between A and B of an adapter: "", none (a weight increment, LoRA); relu, a non-linearity (a
+bottleneck); softmax, that of attention, for which A holds keys and B values of learned positions (a prefix); or
+self(...), for which they are those of a memory (`raycl.adapters.self_activation`)."""
 
 PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "trace", "chat", "plain"]
 """The prompt around the texts of a task: the wording of a paper, a chat template, or none."""

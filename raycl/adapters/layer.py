@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from raycl.adapters.formula import OWN_TOKENS, add_own, add_shared, attend, spread
+from raycl.adapters.self_activation import SelfActivation
 
 if TYPE_CHECKING:
     from raycl.adapters.stack import AdapterStack
@@ -107,6 +108,7 @@ class StackedLora(nn.Module):
     def __init__(self, base: nn.Module, stack: AdapterStack, path: str) -> None:
         super().__init__()
         self.base = base
+        self.training = base.training
         self.path = path
         self.inputs, self._outputs = linear_shape(base)
         self.register_parameter("lora_A", None)
@@ -166,6 +168,9 @@ class StackedLora(nn.Module):
         if stack.static is not None:
             assert at is None, "experts choose positions, of which a graph has no fixed number"
             a_RD, b_RO = stack.static.active.layer(self.path)
+            if stack.self_activation is not None:
+                h = linear(x, a_RD)
+                return stack.self_activation.add(y, [(h, spread(stack.static.gate, h), b_RO.T)])
             y = add_shared(y, x, a_RD, b_RO, stack.static.gate, stack.activation)
             ratio_BO = stack.static.ratios.get(self.path)
             return y if ratio_BO is None else self._rescale(y, ratio_BO)
@@ -179,6 +184,8 @@ class StackedLora(nn.Module):
             expanded = plan.for_rows(what, values, rows)
             return expanded if at is None else at.of(expanded)
 
+        if stack.self_activation is not None:
+            return self._with_memory(y, x, seen, of_inputs, stack.self_activation)
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
             y = add_own(y, seen, a_BKD, b_BKO, plan.for_rows("own gate", plan.own[1], rows), stack.activation)
@@ -239,6 +246,28 @@ class StackedLora(nn.Module):
             return parts[0] if parts else None
         keys, values, gates = zip(*parts, strict=True)
         return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=-1)
+
+    def _with_memory(
+        self, y: Tensor, x: Tensor, seen: Tensor, of_inputs: Callable[[str, Tensor], Tensor], memory: SelfActivation
+    ) -> Tensor:
+        """Return y with loaded rows and those in training as one memory, with exact gradients to A, B, the gate and x.
+
+        Args:
+            seen: what loaded rows read.
+        """
+        plan, parts = self._stack.plan, []
+        assert plan is not None, "no mixture is active"
+        if plan.gate is not None:
+            a_RD, b_RO = plan.shared_rows(self.path)
+            h = linear(seen, a_RD)
+            parts.append((h, spread(of_inputs("gate", plan.gate), h), b_RO.T))
+        if plan.trainable_gate is not None and self.lora_A is not None and self.lora_B is not None:
+            h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
+            gate = self.update.gate(of_inputs("trainable", plan.trainable_gate))
+            if self.low_observer is not None:
+                self.low_observer(h, gate)
+            parts.append((h, spread(gate, h), self.lora_B))
+        return memory.add(y, parts, self.training) if parts else y
 
     def _add_trainable(self, y: Tensor, x: Tensor, gate_BR: Tensor) -> Tensor:
         """Add the adapters in training, with exact gradients to A, B, the gate and x."""

@@ -28,6 +28,7 @@ from raycl.adapters.layer import (
 )
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.rows import RowPool, RowTable, StaticRows
+from raycl.adapters.self_activation import SelfActivation
 from raycl.adapters.state import check_alone, check_copies, check_fits
 from raycl.errors import AdapterError
 from raycl.types import COPY, Activation, AdapterState, Mixture
@@ -62,6 +63,7 @@ class AdapterStack:
         head_rule: how label heads are mixed while the mixture is active; None: as each head was made.
         dropout: probability on the input of adapters in training.
         activation: activation of all its adapters, which are computed together.
+        self_activation: what it does, where it is of one memory of all rows; None: each row is for itself.
         detach_loaded: no gradient flows through loaded adapters into the layers below them; values stay.
     """
 
@@ -87,6 +89,7 @@ class AdapterStack:
         self.model = model
         self.layers: dict[str, StackedLora] = {}
         self.activation: Activation = activation
+        self.self_activation: SelfActivation | None = SelfActivation.of(activation)
         self.experts: dict[str, StackedExperts] = {}
         self.copied: dict[str, CopiedModule] = {}
         self._query_of = query_of
@@ -150,6 +153,7 @@ class AdapterStack:
         paths, copied = list(self.layers), list(self.copied)
         self.detach()
         self.layers, self.copied, self.activation = {}, {}, activation
+        self.self_activation = SelfActivation.of(activation)
         self._attach(paths)
         self.copy_modules(copied)
         self._renew_pool()

@@ -27,6 +27,7 @@ LEARNERS: dict[str, str] = {
     "inclora": "raycl.methods.lora.inclora:IncLora",
     "olora": "raycl.methods.lora.olora:OLora",
     "ella": "raycl.methods.lora.ella:Ella",
+    "moram": "raycl.methods.lora.moram:Moram",
     "inflora": "raycl.methods.lora.inflora:InfLora",
     "gainlora": "raycl.methods.lora.gainlora:GainLora",
     "sdlora": "raycl.methods.lora.sdlora:SdLora",

@@ -83,7 +83,7 @@ RUNS = (*(name for name in METHODS if name not in WRITERS), "separate", "joint")
 PROMPTED = ("l2p", "prompt", "progprompt", "epi")
 """Runs that train soft prompts or prefixes alone."""
 
-BOTTLENECKS = ("adapter", "demix", "hat-adapter")
+BOTTLENECKS = ("adapter", "demix", "hat-adapter", "moram")
 """Runs whose adapters have an activation, so that they are no weight increments."""
 
 NOT_SERVED = ("mbpa++", "idbr")

@@ -11,7 +11,7 @@ as method `lora` has it, and yet nothing that an earlier snapshot holds changes.
 own labels only.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -57,9 +57,11 @@ class IncLora(PerTaskAdapter):
     starts_anew: ClassVar[bool] = True
 
     def __init__(self, config: IncLoraSettings, backbone: Backbone, seed: int) -> None:
-        form = AdapterForm(config.target_modules, config.scaling, "logit", parameters=config.target_parameters)
-        super().__init__(config, backbone, seed, form)
+        super().__init__(config, backbone, seed, self._adapter_form(config))
         self.stack.detach_loaded = config.stop_grad_old_blocks
+
+    def _adapter_form(self, config: Any) -> AdapterForm:
+        return AdapterForm(config.target_modules, config.scaling, "logit", parameters=config.target_parameters)
 
     def _create(self, task: str) -> None:
         self.config.begin_training(self.stack, [task], self._rank())

@@ -20,7 +20,9 @@ from raycl.types import Activation, AdapterState, Mixture
 KINDS = ("bert", "t5", "llama", "gpt2", "gqa")
 ALL = {"gpt2": ("attention.qkv", "attention.out", "ffn"), "gqa": ("attention", "ffn")}
 RANKS = {"a": 2, "b": 3, "c": 1}
-each_activation = pytest.mark.parametrize("activation", ["", "relu"], ids=["none", "relu"])
+MEMORY = "self(top_k=3,temperature=0.1,threshold=0.1)"
+each_activation = pytest.mark.parametrize("activation", ["", "relu", MEMORY], ids=["none", "relu", "memory"])
+each_elementwise = pytest.mark.parametrize("activation", ["", "relu"], ids=["none", "relu"])
 
 
 def made(kind: str) -> Any:
@@ -136,7 +138,7 @@ def test_both_kernels_give_the_same_result(activation: Activation) -> None:
         torch.testing.assert_close(logits(backbone, ids), own, atol=1e-5, rtol=1e-5)
 
 
-@each_activation
+@each_elementwise
 def test_gradients_are_exact(activation: Activation) -> None:
     """Gradients reach live adapters, the weights and x, and no resident adapters."""
     torch.manual_seed(0)
@@ -341,7 +343,7 @@ def test_adapters_that_do_not_fit_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("form", ["shared", "own", "trainable", "static"])
-@each_activation
+@each_elementwise
 def test_every_kernel_equals_the_plain_sum(activation: Activation, form: str, recorded: bool) -> None:
     """`W h + sum_i w_i s B_i f(A_i h)` (SLM, eqs. 3 and 4; adapters have an f), whether or not autograd records it."""
     torch.manual_seed(0)
