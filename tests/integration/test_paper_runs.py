@@ -25,6 +25,10 @@ CARVED = ("stream.dev=carve", "stream.dev_fraction=0.25", "eval.select_epochs=1"
 SAPT = (*CARVED, "method.generator.max_tokens=8", "method.arm.batch=2")
 SLM = ("method.keys.groups=4", "method.keys.epochs=1", "method.encoder.max_tokens=64")
 ANSWERS = ("stream.max_target_tokens=4",)
+TRACE = (
+    *("stream.max_source_tokens_by_task={}", "stream.metric_by_task={}", "train.epochs_by_task={}", *ANSWERS),
+    "eval.max_new_tokens=4",
+)
 FEW = ("stream.per_class=4", "stream.dev_per_class=2")
 
 ROWS = {
@@ -50,6 +54,9 @@ ROWS = {
     "hat-das-roberta": ("masked", ()),
     "ewc-das-roberta": ("masked", ()),
     "der-das-roberta": ("masked", ()),
+    "trace-seqft-llama2-7b-chat": ("llama", TRACE),
+    "trace-replay-llama2-7b-chat": ("llama", TRACE),
+    "trace-olora-llama2-7b-chat": ("llama", TRACE),
     "migu-das-end-tasks": ("bert", ("train.epochs_by_task={}",)),
 }
 

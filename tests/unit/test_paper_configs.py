@@ -18,6 +18,7 @@ from published_others import OTHERS
 from published_prompts import PROMPTS
 from published_replay import REPLAY
 from published_sapt import SAPT
+from published_trace import TRACE
 
 from raycl import config as configs
 from raycl.data.benchmarks.orders import find
@@ -26,7 +27,7 @@ from raycl.training.setup.run_config import RunConfig, load_config
 REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "jobs/configs/paper"
 GUIDE = REPO / "docs/guides/reproduce.md"
-ROWS = SAPT | OTHERS | PROMPTS | DAS_ROWS | REPLAY | EPI_LFPT5 | GAINLORA
+ROWS = SAPT | OTHERS | PROMPTS | DAS_ROWS | REPLAY | EPI_LFPT5 | GAINLORA | TRACE
 MODELS = {
     "bert": {"model_type": "bert", "architectures": ["BertModel"]},
     "roberta": {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
