@@ -64,6 +64,7 @@ class CardMetadata:
         source_tokens, target_tokens: limits of prompts and of answers.
         bos: whether the tokenizer's first token stood in front of inputs ("tokenizer" or "none").
         quantization: type of the backbone's weights in training ("none", "nf4" or "int8").
+        chat_template: Jinja source that a setting gave the backbone; "": the tokenizer's own.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class CardMetadata:
     target_tokens: int | None = None
     bos: str = "tokenizer"
     quantization: str = "none"
+    chat_template: str = ""
 
     @property
     def on_hub(self) -> bool:
@@ -193,27 +195,45 @@ def _input_code(metadata: CardMetadata) -> list[str]:
         ]
     start = ["", f"text = {json.dumps(TEXT)}"]
     if not metadata.tasks:
-        return [*start, 'inputs = tokenizer(text, return_tensors="pt")', *cut]
+        plain = ['inputs = tokenizer(text, return_tensors="pt")', *cut]
+        if metadata.capabilities.answers == "label":
+            return [*start, *plain]
+        template = 'about["chat_template"] or tokenizer.get_chat_template()'
+        chat = _chat_code('{"role": "user", "content": text}', template, metadata)
+        condition = 'if about["chat_template"] or tokenizer.chat_template:  # a chat model reads a turn of the user'
+        return [*start, condition, *_indented(chat), "else:", *_indented(plain)]
     first = metadata.tasks[0]
     start.append(f'task = next(task for task in about["tasks"] if task["name"] == {json.dumps(first.name)})')
     if not first.chat_template:
         prompt = 'inputs = tokenizer(task["prompt"][0] + text + task["prompt"][1], return_tensors="pt")'
         return [*start, prompt, *cut]
-    # all that a chat template writes before an answer is prompt (`raycl.backbone.markup`)
     system = ['{"role": "system", "content": task["system"]}'] if first.system else []
     user = 'task["prompt"][0] + text + task["prompt"][1]' if any(first.prompt) else "text"
     messages = ", ".join([*system, f'{{"role": "user", "content": {user}}}'])
+    return [*start, *_chat_code(messages, 'task["chat_template"]', metadata)]
+
+
+def _chat_code(messages: str, template: str, metadata: CardMetadata) -> list[str]:
+    """Return lines that render messages: all that a chat template writes before an answer is prompt
+    (`raycl.backbone.markup`).
+
+    Args:
+        messages, template: expressions for the messages and the Jinja source.
+    """
     special_tokens = not metadata.capabilities.one_sequence
     return [
-        *start,
         f"messages = [{messages}]",
-        'settings = {"chat_template": task["chat_template"], "tokenize": False}',
+        f'settings = {{"chat_template": {template}, "tokenize": False}}',
         "before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)",
         'answered = [*messages, {"role": "assistant", "content": "\\uf8ff"}]  # all before any answer is prompt',
         'start = tokenizer.apply_chat_template(answered, **settings).rpartition("\\uf8ff")[0]',
         'prompt = start.rstrip(" ") if start[len(before) :].strip() else before',
         f'inputs = tokenizer(prompt, add_special_tokens={special_tokens}, return_tensors="pt")',
     ]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 def _generation(metadata: CardMetadata, merged: bool) -> list[str]:

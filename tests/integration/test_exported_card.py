@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiny import Done, Taught, on_main
 
 from raycl.backbone import BackboneConfig, identity
 from raycl.bank import Bank, NewSnapshot
-from raycl.bank.manifest import ModelInfo
+from raycl.bank.manifest import ModelInfo, RouterInfo
 from raycl.generation.requests import LabelScores, Sampling
 
 REPO = Path(__file__).resolve().parents[2]
@@ -82,6 +83,9 @@ def cards(taught: Taught, fork_server: ForkServer, tmp_path_factory: pytest.Temp
     asked = {"prompt": ("runs warm ", " much"), "chat_template": TEMPLATE, "definition": "runs warm"}
     banks["asked"] = with_prompts(bank_of(taught("llama", "slm"), root / "asked"), lambda name: asked)
     exports |= {name: (banks[name], adapters) for name in ("chat", "asked")}
+    base = speaking(Path(taught("llama", "slm").config.backbone.name), root / "speaking")
+    banks["taskless"] = without_tasks(bank_of(taught("llama", "slm"), root / "taskless"), base)
+    exports |= {"taskless": (banks["taskless"], adapters), "taskless merged": (banks["taskless"], adapters, "--merged")}
     exports["vllm"] = (banks["chat"], adapters, "--engine", "vllm")
     for name, (bank, *options) in exports.items():
         export(bank, root / "out" / name, *options)
@@ -111,6 +115,24 @@ def with_prompts(bank: Bank, prompt_of: Callable[[str], dict[str, Any]]) -> Bank
     provenance = dict(snapshot.provenance)
     fields = (entries, snapshot.backbone, snapshot.router, unlike, snapshot.encoder)
     on_main(bank, bank.snapshot(NewSnapshot(*fields, provenance=provenance)))
+    return bank
+
+
+def speaking(base: Path, folder: Path) -> Path:
+    """Return a copy of a model whose tokenizer has a chat template."""
+    shutil.copytree(base, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def without_tasks(bank: Bank, base: Path) -> Bank:
+    """Return the same over another copy of its model, with adapters that belong to no task, as imported ones do."""
+    snapshot = bank.open(max(bank.snapshots()))
+    entries = [(entry.model_copy(update={"tasks": ()}), snapshot.layouts[entry.layout]) for entry in snapshot.adapters]
+    summary = ModelInfo(name=str(base), sha256=identity(BackboneConfig(name=str(base))), kind=snapshot.backbone.kind)
+    stream = {"max_source_tokens": 40, "max_target_tokens": 8}
+    provenance = {"config": {"backbone": {"name": str(base)}, "stream": stream}}
+    on_main(bank, bank.snapshot(NewSnapshot(entries, summary, RouterInfo(kind="sum"), [], provenance=provenance)))
     return bank
 
 
@@ -189,3 +211,15 @@ def test_a_card_of_conversations_reads_a_text_as_the_endpoint_does(taught: Taugh
             reply = client.ask(text, weights=WEIGHTS, sampling=limit_of(taught("llama", "slm")))
             assert answer.strip() == reply.text.strip() and reply.metadata.template == "animal"
     assert name != "vllm" or (cards.root / name / "chat_template.jinja").read_text() == TEMPLATE
+
+
+@pytest.mark.parametrize("name", ["taskless", "taskless merged"])
+def test_a_card_without_tasks_reads_a_text_as_a_turn_of_a_chat_model(taught: Taught, cards: Cards, name: str) -> None:
+    """The model's own chat template renders it, as the endpoint does for a message of the user."""
+    limit = Sampling(8)
+    with serving(cards.banks["taskless"]) as client:
+        for text, answer in cards.said[name].items():
+            reply = client.ask(text, weights=WEIGHTS, sampling=limit, is_chat=True)
+            assert answer.strip() == reply.text.strip() != "" and reply.metadata.template == ""
+            plain = client.ask(text, weights=WEIGHTS, sampling=limit)
+            assert plain.metadata.prompt_tokens < reply.metadata.prompt_tokens

@@ -92,6 +92,7 @@ def card_metadata(
         target_tokens=max((target for _, target in limits if target), default=None),
         bos=settings.get("bos", "tokenizer"),
         quantization=settings.get("quantization", "none"),
+        chat_template=settings.get("chat_template") or "",
     )
 
 

@@ -93,7 +93,8 @@ def export_vllm(
     config = serve_config(base, model, list(states), rank, uri, accelerator) if uri.startswith(REMOTE) else None
     if config is not None:
         storage.write(CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
-    templates = {task.chat_template for card in cards.values() for task in card.tasks} - {""}
+    rendered = {task.chat_template for card in cards.values() for task in card.tasks}
+    templates = (rendered or {card.chat_template for card in cards.values()}) - {""}
     if len(templates) == 1:
         storage.write(TEMPLATE, next(iter(templates)).encode())
     models = {name: f"{model}:{name}" for name in states}
