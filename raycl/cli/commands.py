@@ -50,6 +50,7 @@ COMMANDS = {
     "data": Command("raycl.cli.data", "look at data as a run would read it, before it trains", True),
     "predict": Command("raycl.cli.banks.predict", "answer the rows of files, without a server", True),
     "evaluate": Command("raycl.cli.banks.evaluate", "score a snapshot on files: metric, confusion, routing", True),
+    "judge": Command("raycl.cli.banks.judge", "compare answers with the backbone's, by a judge's endpoint", True),
     "report": Command("raycl.cli.runs.report", "tables and pictures of finished runs"),
     "probe": Command("raycl.cli.runs.probe", "large outputs of finished models that tasks share, layer by layer"),
     "status": Command("raycl.cli.runs.status", "state and progress of a run, and the next command", True),

@@ -56,6 +56,20 @@ class Server(NamedTuple):
         return f"{self.kind}://{self.host}{query}" if self.kind else self.host
 
 
+def check_no_secret(url: str) -> None:
+    """Refuse the address of an endpoint that holds what must not be printed.
+
+    Raises:
+        ValueError: it has a user, a password or a query.
+    """
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query:
+        raise ValueError(
+            "url holds a user, a password or a query, which would end up in logs: expected http://HOST:PORT, and the "
+            "endpoint's key in the environment variable that key_env names"
+        )
+
+
 def addresses(tree: Tree) -> dict[str, str]:
     """Return dotted path -> address, of all in a config."""
     return dict(_found(tree, ""))

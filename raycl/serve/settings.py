@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -12,7 +11,7 @@ from raycl import config as configs
 from raycl.backbone.model_files import resolve_path
 from raycl.bank.branches import MAIN, Branch, BranchName, is_branch_name, resolve
 from raycl.config import Location, PathOrUri, Section, trust
-from raycl.config.addresses import announce
+from raycl.config.addresses import announce, check_no_secret
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
 from raycl.training.records.named_bank import bank_and_reference
@@ -111,12 +110,7 @@ class UpstreamConfig(Section):
 
     @model_validator(mode="after")
     def _url_is_no_secret(self) -> UpstreamConfig:
-        parts = urlsplit(self.url or "")
-        if parts.username or parts.password or parts.query:
-            raise ValueError(
-                "url holds a user, a password or a query, which would end up in logs: expected http://HOST:PORT, and "
-                "the engine's key in the environment variable that key_env names"
-            )
+        check_no_secret(self.url or "")
         return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:

@@ -135,6 +135,8 @@ class OfflineModel:
         max_tokens: int | None = None,
         keep_errors: bool = False,
         allowed: Answers | None = None,
+        bare: bool = False,
+        templated: bool = True,
     ) -> Iterator[Prediction]:
         """Yield the answer to each text or conversation, in order; texts are read as answers are taken, a few batches
         ahead.
@@ -146,6 +148,8 @@ class OfflineModel:
             max_tokens: limit of generated answers; None: as in training.
             keep_errors: a text that the model fails on gets a prediction without an answer (`Prediction.error`).
             allowed: the only answers (`answers_of`); None: all. The text of a label is "" where none of them is known.
+            bare: the backbone without adapters answers.
+            templated: texts get the prompts of their tasks; else they are whole prompts.
 
         Raises:
             ConfigError: no such task. RayclError: a text cannot be answered.
@@ -155,7 +159,7 @@ class OfflineModel:
             raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
         if task is not None:
             self._warn_of(task)
-        return self._predicted(texts, task, max_tokens, allowed or {}, keep_errors)
+        return self._predicted(texts, task, max_tokens, allowed or {}, keep_errors, bare, templated)
 
     def answers_of(self, task: TaskInfo) -> Answers:
         """Return the labels of a learned task with their ids, written and cut as the answers of its rows."""
@@ -186,6 +190,8 @@ class OfflineModel:
         max_tokens: int | None,
         allowed: Answers,
         keep_errors: bool = False,
+        bare: bool = False,
+        templated: bool = True,
     ) -> Iterator[Prediction]:
         sampling = None
         if self.answers != "label":
@@ -193,7 +199,8 @@ class OfflineModel:
             sampling = Sampling(max_tokens or sys.maxsize, as_trained=not max_tokens, allowed=tree)
         source = iter(texts)
         while window := list(islice(source, WINDOW * self._engine.max_batch)):
-            for prediction in self._window(window, task, sampling, keep_errors=keep_errors):
+            given = {"keep_errors": keep_errors, "bare": bare, "templated": templated}
+            for prediction in self._window(window, task, sampling, **given):
                 if allowed and prediction.scores:
                     known = next((label for label in prediction.scores if label in allowed), "")
                     prediction = replace(prediction, text=known)
@@ -224,6 +231,8 @@ class OfflineModel:
         sampling: Sampling | None,
         route_only: bool = False,
         keep_errors: bool = False,
+        bare: bool = False,
+        templated: bool = True,
     ) -> list[Prediction]:
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         began = time.perf_counter()
@@ -231,11 +240,12 @@ class OfflineModel:
         def send(number: int, event: Event) -> None:
             events.put((number, event))
 
-        selection = AdapterSelection(None, task)
+        selection = AdapterSelection({} if bare else None, task)
         settings: dict[str, Any] = {
             "loaded": self._loaded,
             "selection": selection,
             "route_only": route_only,
+            "templated": templated,
         }
         requests = []
         for number, text in enumerate(texts):
