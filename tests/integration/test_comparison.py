@@ -70,6 +70,10 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     assert all(bool(options.label) is (at_once > 1) for options in hostings)
     with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
+    with pytest.raises(
+        ConfigError, match="--only leaves out 'separate', which FWT of its rows needs and which has not"
+    ):
+        run_comparison(comparison, str(tmp_path / "anew"), only=("lora",))
     again = run_comparison(comparison, str(tmp_path), only=("lora", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
 

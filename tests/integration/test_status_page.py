@@ -26,6 +26,7 @@ from playwright.sync_api import Page, expect
 from tiny import Complete, Lab, matrix, work
 
 from raycl.cli.main import main
+from raycl.cli.runs.status import report_of
 from raycl.errors import ResumeError, RunError
 from raycl.launch import prepared_run
 from raycl.launch.page.progress import POINTS
@@ -273,8 +274,13 @@ def test_the_page_follows_a_run_to_its_end(page: Page, complete: Complete, tmp_p
     page.on("request", lambda request: requested.append(request.url))
     with (
         halted(complete, tmp_path) as (storage, finish),
-        on_a_port(make_app(RunReader(storage.uri, fresh_s=0.0), True)) as port,
+        on_a_port(make_app(RunReader(storage.uri, fresh_s=0.0), True, lambda: report_of(storage.uri))) as port,
     ):
+        with page.expect_response("**/report.html") as report:
+            page.goto(f"http://127.0.0.1:{port}/report.html")
+        assert report.value.headers["refresh"] == "30", "a running run's report is loaded again"
+        expect(page.locator("main")).to_contain_text("unfinished, 1 of 2 phases evaluated")
+        requested.clear()
         page.clock.install()  # so that the page's two seconds pass at once
         page.goto(f"http://127.0.0.1:{port}/")
         expect(page.locator("#state")).to_have_text("running")

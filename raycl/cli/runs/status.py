@@ -1,7 +1,7 @@
 """State of a run on any machine, its progress, and the next command; starts nothing.
 
 raycl status RUN_DIR
-raycl status RUN_DIR --web          the same as a page that follows the run, until Ctrl-C
+raycl status RUN_DIR --web          the same as a page that follows the run, with its report, until Ctrl-C
 """
 
 import argparse
@@ -60,5 +60,17 @@ def _serve(options: argparse.Namespace) -> int:
         echo(f"status of {options.run} on {url} (Ctrl-C ends it)", flush=True)
         if options.open:  # a browser in the terminal would block the page's server
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-        PageServer(reader, listens, host).run()
+        PageServer(reader, listens, host, report=lambda: report_of(options.run)).run()
     return 0
+
+
+def report_of(folder: str) -> str:
+    """Return the report of the rows that are evaluated so far, in HTML.
+
+    Raises:
+        RunError: there is none.
+    """
+    from raycl.metrics.run_results import find_results
+    from raycl.operations.report.page.report_page import report_page
+
+    return report_page(find_results(folder), folder.rstrip("/").rpartition("/")[2] or folder)

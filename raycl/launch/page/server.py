@@ -1,13 +1,14 @@
-"""The server of the page: `/` and its files, and `/status.json`, which the page requests every two seconds."""
+"""The server of the page: `/` and its files, `/status.json`, which it requests every two seconds, and the report."""
 
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from raycl.errors import LaunchError, RayclError
 from raycl.launch.http.connections import LimitedProtocol, bound, is_local, is_loopback, server_of
@@ -23,6 +24,9 @@ PORT, PORTS = 8300, 20
 
 FRESH_S = 1.0
 """Age up to which what was read is answered again: several windows cost no more than one."""
+
+REPORT_S = 30
+"""Seconds after which a browser loads the report of a running run again."""
 
 CLOSE_S = 2
 """Seconds for answers that have begun when the server ends."""
@@ -61,11 +65,12 @@ class RunReader:
         return {**progress_of(read_run(self.storage, self._journal), self._trace), "problem": None}
 
 
-def make_app(reader: RunReader, local_only: bool) -> FastAPI:
+def make_app(reader: RunReader, local_only: bool, report: Callable[[], str] | None = None) -> FastAPI:
     """Return the ASGI application.
 
     Args:
         local_only: requests for another host are refused: a web page elsewhere may have its name point here.
+        report: makes the run's report in HTML; None: there is none.
     """
     app = FastAPI(title="raycl status", docs_url=None, redoc_url=None, openapi_url=None)
     add_page(app, __package__ or "", "/page")
@@ -73,6 +78,17 @@ def make_app(reader: RunReader, local_only: bool) -> FastAPI:
     @app.get("/status.json")
     def status() -> Response:
         return JSONResponse(reader.progress(), headers={"Cache-Control": "no-store"})
+
+    @app.get("/report.html")
+    def whole() -> Response:
+        if report is None:
+            return PlainTextResponse("this server has no report: raycl report RUN_DIR --html FILE writes one", 404)
+        try:
+            page = report()
+        except RayclError as error:
+            return PlainTextResponse(str(error), 404, {"Refresh": str(REPORT_S)})
+        again = {"Refresh": str(REPORT_S)} if reader.progress()["state"] == "running" else {}
+        return HTMLResponse(page, headers={"Cache-Control": "no-store", **again})
 
     @app.middleware("http")
     async def check_host(request: Request, call_next: Any) -> Response:
@@ -98,14 +114,23 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 class PageServer:
-    """The page of one run on one socket."""
+    """The page of one run on one socket.
+
+    Args:
+        report: see `make_app`.
+    """
 
     def __init__(
-        self, reader: RunReader, listens: socket.socket, host: str, protocol: type[LimitedProtocol] = LimitedProtocol
+        self,
+        reader: RunReader,
+        listens: socket.socket,
+        host: str,
+        protocol: type[LimitedProtocol] = LimitedProtocol,
+        report: Callable[[], str] | None = None,
     ) -> None:
         self._listens = listens
         settings: dict[str, Any] = {"lifespan": "off", "access_log": False, "timeout_graceful_shutdown": CLOSE_S}
-        self._server = server_of(make_app(reader, is_loopback(host)), protocol, **settings)
+        self._server = server_of(make_app(reader, is_loopback(host), report), protocol, **settings)
 
     def run(self) -> None:
         """Answer until Ctrl-C, or `stop` in another thread."""

@@ -26,7 +26,7 @@ from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
-from raycl.metrics.run_results import FOLDER, Published
+from raycl.metrics.run_results import FOLDER, RESULT_FILE, Published
 from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.progress import counted_off
 from raycl.storage import Storage
@@ -161,11 +161,13 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
 
     Raises:
-        ConfigError: `only` names no row, or any row's config is wrong; all are checked before the first one starts.
+        ConfigError: `only` names no row, or lacks one that another needs; or any row's config is wrong; all are checked
+            before the first one starts.
     """
     planned = _planned(comparison, directory, only)
     if not planned:
         return ComparisonOutcome({}, {})
+    _check_singles(comparison, planned, Storage.at(directory).sub(comparison.name))
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
     if all(config.launch.mode == "local" for config in planned.values()):  # one after another, in this process
@@ -204,6 +206,20 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
         )
     planned = plan(comparison, directory)
     return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
+
+
+def _check_singles(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], folder: Storage) -> None:
+    """Check that the runs of tasks alone, which others are compared with, are planned or there."""
+    missing = {
+        comparison.runs[name.rpartition("-s")[0]].singles or ""
+        for name, config in planned.items()
+        if config.eval.singles is not None
+        and (needed := _needed(comparison, name)) not in planned
+        and not folder.sub(needed).exists(RESULT_FILE)
+    }
+    if missing:
+        names = ", ".join(map(repr, sorted(missing)))
+        raise ConfigError(f"--only leaves out {names}, which FWT of its rows needs and which has not run: add it")
 
 
 def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
