@@ -11,7 +11,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from raycl.config import Tree, flatten
 from raycl.data.sources.table_cells import spreadsheet
@@ -187,21 +187,38 @@ def to_csv(results: Sequence[Tree], verdicts: Sequence[Tree] = ()) -> str:
 
 def runs_to_csv(results: Sequence[Tree]) -> str:
     """Return CSV with a line for each run: its folder's name, its seed, its numbers in full precision and the last
-    score of each task.
+    score of each task; and one for each seed's scores before any training.
 
     The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
     """
-    lines = [_line([result], "") for result in results]
+    bare = _bare(results)
+    lines = [_line([result], "") for result in results] + [line for line, _ in bare]
+    names_of = [(result["config"].get("output") or {}).get("name") for result in results]
+    names_of += [f"{line.method}-s{result['config'].get('seed')}" for line, result in bare]
+    results = [*results, *(result for _, result in bare)]
     names = [*points_of(lines), *COSTS]
     ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
     tasks = list(dict.fromkeys(task for end in ends for task in end))
     scores = [f"score_{task}" for task in tasks]
     rows: list[list[Any]] = [["run", "seed", "method", "stream", "backbone", *names, *scores]]
-    for result, line, end in zip(results, lines, ends, strict=True):
-        config, numbers = result["config"], [line.numbers.get(name) for name in names]
-        title = [(config.get("output") or {}).get("name"), config.get("seed"), line.method, line.stream, line.backbone]
+    for run, result, line, end in zip(names_of, results, lines, ends, strict=True):
+        numbers = [line.numbers.get(name) for name in names]
+        title = [run, result["config"].get("seed"), line.method, line.stream, line.backbone]
         rows.append([*title, *(number and number.mean for number in numbers), *(end.get(task) for task in tasks)])
     return spreadsheet(rows)
+
+
+def _bare(results: Sequence[Tree]) -> list[tuple[Line, Tree]]:
+    """Return a line and a result for each seed's scores before any training, once for each stream and backbone."""
+    found: dict[tuple[Any, ...], tuple[Line, Tree]] = {}
+    for kind in get_args(BareKind):
+        for result in results:
+            if (scores := untrained_of(result, kind)) is not None:
+                name = UNTRAINED if kind == UNTRAINED else shots_of(scores)
+                line = replace(_line([scores], ""), method=name, published={}, source="")
+                key = (kind, line.stream, line.backbone, result["config"].get("seed"))
+                found.setdefault(key, (line, scores))
+    return list(found.values())
 
 
 def _cells(spread: Spread | None) -> list[float | None]:

@@ -129,11 +129,16 @@ def test_csv_keeps_full_precision(make_result: Make) -> None:
 def test_each_run_has_a_line_of_its_own(make_result: Make) -> None:
     first = make_result("lora", 0) | {"trained_parameters": 147456, "peak_memory_mb": 812.5, "train_s": 60.0}
     first["config"]["output"] = {"name": "lora-s0"}
-    row, other = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1)])))
+    cells = dict(zip(("agnews", "dbpedia", "yahoo"), first["matrix"][-1], strict=True))
+    first["untrained"] = {"cells": cells, "mean": 10.0, "unseen": None}
+    again = make_result("olora", 0) | {"untrained": first["untrained"]}
+    row, other, _, bare = csv.DictReader(io.StringIO(runs_to_csv([first, make_result("sapt", 1), again])))
     assert (row["run"], row["seed"], row["method"], row["f_ra"], row["fwt"]) == ("lora-s0", "0", "lora", "12.5", "")
     assert [float(row[name]) for name in ("trained_parameters", "peak_memory_mb", "train_s")] == [147456, 812.5, 60]
     assert [float(row[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
     assert (other["run"], other["seed"], other["trained_parameters"]) == ("", "1", "")
+    assert (bare["run"], bare["seed"], bare["ap"], bare["f_ra"]) == ("untrained-s0", "0", "10.0", "")
+    assert [float(bare[f"score_{task}"]) for task in ("agnews", "dbpedia", "yahoo")] == [70.0, 80.0, 95.0]
 
 
 def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -> None:
