@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ CALLED: list[Any] = [
     },
     {"role": "tool", "tool_call_id": "abc", "content": "7 degrees <|end|>"},
 ]
+ENDLESS: dict[str, Any] = {
+    "start_anchor": "<|turn|>assistant",
+    "fields": {
+        "content": {"content": "text", "content_args": {"strip": False}},
+        "tool_calls": {"open": "<do>", "close_pattern": "(x+x+)+y", "content": "json", "repeats": True},
+    },
+}
+"""A response template whose search takes twice as long with each further x."""
+
 WRITTEN = r'is <tool_call>\{"name": "weather", "arguments": \{"city": "[a-z]{3}"\}\}</tool_call>'
 TWICE = r'(<tool_call>\{"name": "clock", "arguments": \{\}\}</tool_call>\n){2}'
 
@@ -228,8 +238,39 @@ def test_a_tokenizers_own_description_of_answers_goes_first(wire: Wire, monkeypa
     assert parts == ["a", ToolCall("f", '{"x": 1}')]
     broken = CallParser(codec, codec.chat_template, frozenset("f"), False)
     assert "".join(map(str, broken.feed("a<do>nothing</do>", True))) == "a<do>nothing</do>"
+    broken = CallParser(codec, codec.chat_template, frozenset("f"), False)
+    assert "".join(map(str, [*broken.feed("a", False), *broken.feed("<do>nothing</do>", True)])) == "a<do>nothing</do>"
     other = CallParser(codec, "a task's template", frozenset("f"), False)
     assert list(other.feed("<do>{}</do>", True)) == ["<do>{}</do>"]
+
+
+def test_answers_are_read_on_after_another_one_ended_the_process(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire.engine.codec.tokenizer, "response_template", ENDLESS, raising=False)
+    codec = wire.engine.codec
+    parser, endless = (CallParser(codec, codec.chat_template, frozenset("f"), False) for _ in range(2))
+    parts = list(parser.feed('a<do>{"name": "f", ', False))
+    assert list(endless.feed(f"<do>{'x' * 60}", True)) == [f"<do>{'x' * 60}"]
+    assert [*parts, *parser.feed('"arguments": {}}xxy b', True)] == ["a", ToolCall("f", "{}"), " b"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tokenizers_endless_regular_expression_stalls_no_other_request(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The process that searches by it is ended, and the answer is text."""
+    monkeypatch.setattr(wire.engine.codec.tokenizer, "response_template", ENDLESS, raising=False)
+    body = {"model": "base", "messages": ASK, "tools": TOOLS, "max_tokens": 80, "stream": stream}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(wire.post, "/v1/chat/completions", {**body, "guided_regex": "<do>x{60}"})
+        others = 0
+        while not asked.done():
+            assert wire.get("/healthz") == {"status": "ok"}
+            others += 1
+        text = asked.result().text
+    assert others > 10, "the event loop answers meanwhile"
+    pieces = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    said = "".join(piece["choices"][0]["delta"].get("content", "") for piece in pieces)
+    assert f"<do>{'x' * 60}" == (said if stream else json.loads(text)["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize(

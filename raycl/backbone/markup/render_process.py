@@ -1,7 +1,10 @@
-"""The process that renders chat templates for another one (`raycl.backbone.markup.rendering`).
+"""The process that runs what comes with a tokenizer for another process (`raycl.backbone.markup.rendering`).
+
+It renders chat templates, and reads answers by response templates, whose regular expressions may take any time.
 
 It is started as a file, with the import path of the other process as its argument, and imports nothing of raycl. A
-request is a line of JSON on its standard input; the answer is a line for each conversation, up to the first problem.
+request is a line of JSON on its standard input; the answer is a line for each conversation, up to the first problem, or
+one for a piece of an answer.
 """
 
 import json
@@ -9,19 +12,25 @@ import os
 import resource
 import signal
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 CPU_S = 1.0
-"""Seconds of CPU time for one conversation, then the kernel ends the process: Python cannot interrupt `9**9**9`."""
+"""Seconds of CPU time for one conversation, or one piece of an answer, then the kernel ends the process: Python cannot
+interrupt `9**9**9`."""
 
 MEMORY_MIB, OUT_OF_MEMORY = 512, 77
 """Memory in addition to that at the start of the process, and the exit status when it is not enough."""
 
 CHARACTERS, FACTOR = 2**18, 4
 """A rendered text has at most this many characters plus the factor times those of its conversation."""
+
+KEPT_PARSERS = 256
+"""Answers that are read at the same time; of more, the one that has waited longest is read again from its start."""
 
 LONGEST_PROBLEM = 300
 """The most characters of a message."""
@@ -39,18 +48,58 @@ def main(path: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     try:
         from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         _send(answers, {"problem": str(error)})
         return
     _limit()
     _send(answers, {"problem": ""})
+    parsers: OrderedDict[str, Any] = OrderedDict()
     for line in sys.stdin.buffer:
-        for answer in _answers(json.loads(line), render_jinja_template, TemplateError):
+        request = json.loads(line)
+        if "piece" in request:
+            _send(answers, _timed(partial(_events, request, parsers, ResponseParser)))
+            continue
+        for answer in _answers(request, render_jinja_template, TemplateError):
             _send(answers, answer)
 
 
-def _send(to: TextIO, answer: Mapping[str, str]) -> None:
+def _timed(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+    done = work()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return done
+
+
+def _events(request: Mapping[str, Any], parsers: OrderedDict[str, Any], new: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a piece of an answer adds (Transformers' events); `unknown` where the pieces before are not known.
+
+    Args:
+        request: `answer` names the answer, `before` is its text before the piece, or null where this process knows it.
+    """
+    name, before = request["answer"], request["before"]
+    try:
+        parser = parsers.pop(name, None)
+        if parser is None:
+            if before is None:
+                return {"unknown": True}
+            parser = new(request["form"], prefix="")
+            parser.feed(before)
+        events = parser.feed(request["piece"])
+        if request["is_last"]:
+            return {"events": events + parser.finalize()[1]}
+        parsers[name] = parser
+        if len(parsers) > KEPT_PARSERS:
+            parsers.popitem(last=False)
+        return {"events": events}
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except FAILURES as error:
+        return {"problem": f"{type(error).__name__}: {error}"[:LONGEST_PROBLEM]}
+
+
+def _send(to: TextIO, answer: Mapping[str, Any]) -> None:
     to.write(json.dumps(answer) + "\n")
     to.flush()
 
@@ -70,9 +119,7 @@ def _answers(
     request: Mapping[str, Any], render: Callable[..., Any], refusal: type[Exception]
 ) -> Iterator[dict[str, str]]:
     for messages, generates in request["wanted"]:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
-        answer = _answer(request, messages, generates, render, refusal)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = _timed(partial(_answer, request, messages, generates, render, refusal))
         yield answer
         if "problem" in answer:
             return

@@ -1,8 +1,10 @@
-"""Chat templates rendered in a process of their own, with limits on time, memory and output.
+"""What comes with a tokenizer, run in processes of their own with limits on time, memory and output: chat templates are
+rendered, and answers are read by response templates.
 
 A template is a program that comes with a bank or a model of another author. Jinja's sandbox keeps it from files and
 attributes, but a loop, a number of a million digits or a text of gigabytes stops the process that renders it, some of
-them within one step of Python. So the kernel ends another process, and only that conversation fails.
+them within one step of Python; so may a regular expression of a response template. So the kernel ends another process,
+and only that conversation fails.
 """
 
 import atexit
@@ -69,11 +71,8 @@ class Renderer:
         request = json.dumps({"template": template, "names": dict(names), "wanted": list(wanted)})
         with self._lock:
             process = self._process = self._process or _started()
-            assert process.stdin is not None, "it is a pipe"
             rendered: list[Rendered] = []
-            with suppress(BrokenPipeError):
-                process.stdin.write(request.encode() + b"\n")
-                process.stdin.flush()
+            _write(process, request)
             while len(rendered) < len(wanted) and not (rendered and rendered[-1].problem):
                 answer = _line(process)
                 if answer:
@@ -81,6 +80,32 @@ class Renderer:
                 else:
                     rendered.append(Rendered(problem=self._ended(process), ended=True))
             return rendered
+
+    def events(self, form: Mapping[str, Any], answer: str, before: str, piece: str, is_last: bool) -> list[Any]:
+        """Return what a piece of an answer adds to it by a response template, as events of Transformers' parser.
+
+        Args:
+            form: response template. answer: name of the answer. before: its text before the piece.
+
+        Raises:
+            ValueError: the template takes more than it may, or cannot read the answer.
+            BackboneError: the process cannot be started.
+        """
+        request = {"form": dict(form), "answer": answer, "before": None, "piece": piece, "is_last": is_last}
+        with self._lock:
+            done: dict[str, Any] = {"unknown": True} if not before or self._process is None else self._asked(request)
+            if "unknown" in done:
+                done = self._asked({**request, "before": before})
+        if "events" not in done:
+            raise ValueError(done["problem"])
+        events: list[Any] = done["events"]
+        return events
+
+    def _asked(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request; the lock is held."""
+        process = self._process = self._process or _started()
+        _write(process, json.dumps(request))
+        return _line(process) or {"problem": self._ended(process)}
 
     def _ended(self, process: subprocess.Popen[bytes]) -> str:
         """Return why the process gives no answer; the next conversation gets another process."""
@@ -105,7 +130,14 @@ def renderer() -> Renderer:
     return Renderer()
 
 
-os.register_at_fork(after_in_child=renderer.cache_clear)  # only the process that started it may use it
+@lru_cache(maxsize=1)
+def answer_reader() -> Renderer:
+    """Return the process of this one that reads answers: another one, so that templates are rendered meanwhile."""
+    return Renderer()
+
+
+for kept in (renderer, answer_reader):
+    os.register_at_fork(after_in_child=kept.cache_clear)  # only the process that started it may use it
 
 
 def isolated(program: str) -> dict[str, Any]:
@@ -134,11 +166,18 @@ def _started() -> subprocess.Popen[bytes]:
     return process
 
 
-def _line(process: subprocess.Popen[bytes]) -> dict[str, str]:
+def _write(process: subprocess.Popen[bytes], request: str) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    with suppress(BrokenPipeError):
+        process.stdin.write(request.encode() + b"\n")
+        process.stdin.flush()
+
+
+def _line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Return the process's next answer; empty: it has ended."""
     assert process.stdout is not None, "it is a pipe"
     line = process.stdout.readline()
-    answer: dict[str, str] = json.loads(line) if line.endswith(b"\n") else {}
+    answer: dict[str, Any] = json.loads(line) if line.endswith(b"\n") else {}
     return answer
 
 

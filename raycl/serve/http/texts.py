@@ -163,7 +163,7 @@ async def _complete(service: Service, history: History, options: GenerationOptio
         finish = answer.finish
         if options.chat:
             calls = _parser(service, options, loaded, answer.metadata)
-            parts = calls.feed(answer.text, True) if calls else [text]
+            parts = await calls.parts(answer.text, True) if calls else [text]
             said, called = _separated(parts, _most_calls(options))
             content = {"message": {"role": "assistant", "content": said or (None if called else "")}}
             if called:
@@ -234,7 +234,7 @@ async def _pieces(
                     offset += sum(map(len, logprobs["tokens"]))
                 if isinstance(event, TextDelta) and calls is not None:
                     most = _most_calls(options)
-                    parts = calls.feed(event.text, event.finish is not None)
+                    parts = await calls.parts(event.text, event.finish is not None)
                     text, written = _separated(parts, None if most is None else most - called)
                     for call in written:
                         yield _chunk(options, head, number, "", None, call={"index": called, **call.tree()})

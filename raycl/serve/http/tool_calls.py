@@ -1,16 +1,23 @@
 """Calls of tools in generated text, for chat templates of a known form: the one that Transformers reads by the
-tokenizer's `response_template`, and those of Hermes and Qwen, Mistral, and Llama 3."""
+tokenizer's `response_template`, and those of Hermes and Qwen, Mistral, and Llama 3.
+
+A tokenizer's own template may hold regular expressions, which run in a process with limits
+(`raycl.backbone.markup.rendering`), called from a thread of its own, so that they stall no other request.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing import ResponseParser
 
 from raycl.backbone.codec import HFCodec
+from raycl.backbone.markup.rendering import answer_reader
 
 
 def _form(opened: str, closed: str) -> dict[str, Any]:
@@ -41,6 +48,43 @@ class ToolCall(NamedTuple):
         return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 
 
+READING = ThreadPoolExecutor(1, "raycl-calls")
+"""The thread that waits for the process that reads answers, one at a time."""
+
+
+class _OwnForm:
+    """Reads one answer by a tokenizer's own response template, in the process with limits."""
+
+    def __init__(self, form: Mapping[str, Any]) -> None:
+        self._form, self._name, self._before = form, uuid.uuid4().hex, ""
+
+    def events(self, text: str, is_last: bool) -> list[Any]:
+        """Return what the text adds.
+
+        Raises:
+            ValueError: the template takes more than it may, or cannot read the answer.
+        """
+        found = answer_reader().events(self._form, self._name, self._before, text, is_last)
+        self._before += text
+        return found
+
+
+class _KnownForm:
+    """Reads one answer by a response template of `FORMS`, which have no regular expressions."""
+
+    def __init__(self, form: Mapping[str, Any]) -> None:
+        self._parser = ResponseParser(dict(form), prefix="")
+
+    def events(self, text: str, is_last: bool) -> list[Any]:
+        """Return what the text adds.
+
+        Raises:
+            LookupError, TypeError, ValueError: what stands in the place of a call is none.
+        """
+        events = list(self._parser.feed(text))
+        return events + self._parser.finalize()[1] if is_last else events
+
+
 class CallParser:
     """Separates calls from the other text of an answer while it is written."""
 
@@ -51,12 +95,20 @@ class CallParser:
             template: chat template of the prompt. names: names of the tools that are offered.
             is_forced: the answer is a call, as `forced_schema` describes it.
         """
-        self._names, self._whole, self._parser = names, "", None
-        form = getattr(codec.tokenizer, "response_template", None) if template == codec.chat_template else None
-        form = form or next((form for mark, form in FORMS.items() if mark in template), {})
+        self._names, self._whole, self._said = names, "", ""
+        self._parser: _OwnForm | _KnownForm | None = None
+        own = getattr(codec.tokenizer, "response_template", None) if template == codec.chat_template else None
+        form = own or next((form for mark, form in FORMS.items() if mark in template), {})
         self._waits = is_forced or form is None
         if form and not is_forced:
-            self._parser = ResponseParser(dict(form), prefix="")
+            self._parser = _OwnForm(form) if own else _KnownForm(form)
+
+    async def parts(self, text: str, is_last: bool) -> list[str | ToolCall]:
+        """Return what the text adds, as `feed`; a tokenizer's own template is waited for without stalling others."""
+        if not isinstance(self._parser, _OwnForm):
+            return list(self.feed(text, is_last))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(READING, lambda: list(self.feed(text, is_last)))
 
     def feed(self, text: str, is_last: bool) -> Iterator[str | ToolCall]:
         """Yield what the text adds: pieces of text, and calls."""
@@ -74,14 +126,14 @@ class CallParser:
         assert self._parser is not None, "there is a form"
         self._whole += text
         try:
-            events = self._parser.feed(text)
-            events += self._parser.finalize()[1] if is_last else []
+            events = self._parser.events(text, is_last)
         except (LookupError, TypeError, ValueError):  # what stands in the place of a call is none
-            self._parser, left = None, self._whole
-            yield left
+            self._parser = None
+            yield self._whole.removeprefix(self._said)
             return
         for event in events:
             if event["field"] == "content" and event["type"] == "region_chunk":
+                self._said += event["text"]
                 yield event["text"]
             elif event["field"] == "tool_calls" and event["type"] == "region_close":
                 yield from self._calls(event["value"]) or [str(event["value"])]
