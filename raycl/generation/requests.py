@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 
@@ -25,28 +27,37 @@ class TokenConstraint(Protocol):
 
 
 class AllowedTokens:
-    """The tokens that may follow each other, as a tree, so that a generated answer is one of a few."""
+    """The tokens that may follow each other, so that a generated answer is one of a few."""
 
     def __init__(self, answers: Iterable[Sequence[int]], end: int) -> None:
-        """Build the tree.
+        """Sort the answers, so that those with equal beginnings stand together.
 
         Args:
             answers: ids of the answers, as they are learned. end: id of the end of the sequence.
         """
-        self._end = [end]
-        self._after: dict[tuple[int, ...], list[int]] = {}
-        for ids in answers:
-            for position, token in enumerate(ids):
-                known = self._after.setdefault(tuple(ids[:position]), [])
-                known += [token] if token not in known else []
+        self._answers, self._end = sorted({tuple(ids) for ids in answers if len(ids)}), end
 
-    def started(self) -> AllowedTokens:
-        """Return this, since the tree has no state."""
-        return self
+    def started(self) -> AllowedTokensState:
+        """Return the state of an answer that has no token yet."""
+        return AllowedTokensState(self._answers, self._end)
 
-    def after(self, ids: Sequence[int]) -> list[int]:
-        """Return tokens that may follow these of an answer; the end of the sequence where nothing else may."""
-        return self._after.get(tuple(ids), self._end)
+
+class AllowedTokensState:
+    """The answers that begin with the tokens so far."""
+
+    def __init__(self, answers: Sequence[tuple[int, ...]], end: int) -> None:
+        self._answers, self._end, self._read = answers, [end], 0
+
+    def after(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return tokens that may follow these, which begin with those of the call before; the end of the sequence where
+        nothing else may."""
+        for token in ids[self._read :]:
+            place = itemgetter(self._read)
+            first = bisect_left(self._answers, token, key=place)
+            last = bisect_right(self._answers, token, first, key=place)
+            self._read += 1
+            self._answers = [answer for answer in self._answers[first:last] if len(answer) > self._read]
+        return list(dict.fromkeys(answer[self._read] for answer in self._answers)) or self._end
 
 
 class TokenLogprob(NamedTuple):

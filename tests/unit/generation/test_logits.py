@@ -58,7 +58,7 @@ def test_a_row_without_settings_is_left_as_it_is(dtype: torch.dtype) -> None:
     plain, penalized = adjusted(rows, settings, [PROMPT] * 2, [ANSWER] * 2, [None] * 2)
     assert plain.tolist() == rows[0].tolist() and penalized.tolist() != rows[1].tolist()
     assert rows.tolist() == torch.tensor([LOGITS] * 2, dtype=dtype).tolist(), "the model's are not changed"
-    (only,) = adjusted(rows[:1], settings[1:], [PROMPT], [[2]], [AllowedTokens([[2, 3]], end=0)])
+    (only,) = adjusted(rows[:1], settings[1:], [PROMPT], [[2]], [AllowedTokens([[2, 3]], end=0).started()])
     assert only.isfinite().nonzero().flatten().tolist() == [3]
 
 
