@@ -78,6 +78,7 @@ CASES: dict[str, Case] = {
     "t5-olora": Case("t5", "olora", served=True),
     "llama-ella": Case("llama", "ella", served=True),
     "llama-moram": Case("llama", "moram", served=True),
+    "t5-treelora": Case("t5", "treelora", served=True),
     "t5-osft": Case("t5", "osft"),
     "t5-forever": Case("t5", {"name": "forever", "warm_up": 1, "share": 0.3}),
     "bert-slao": Case("bert", "slao", served=True),

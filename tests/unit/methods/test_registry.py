@@ -26,7 +26,7 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
         (["method=lroa"], "config key 'method' names 'lroa': did you mean 'lora'?"),
         (
             ["method=xyzzy"],
-            f"config key 'method' names 'xyzzy': expected one of {len(METHODS)}, of which demix, replay, slm are the",
+            f"config key 'method' names 'xyzzy': expected one of {len(METHODS)}, of which demix, replay, ",
         ),
         (["method=lora", "method.alpha=8"], "unknown config key 'method.alpha': did you mean 'method.lora_alpha'?"),
         (["method.targets=x"], "unknown config key 'method.targets': did you mean 'method.target_modules'?"),
