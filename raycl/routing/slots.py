@@ -6,7 +6,7 @@ Slots of task t are called `t.0`, `t.1`, ... With one value per group (`value_la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -210,19 +210,38 @@ class SlotRouter:
         columns = owner.repeat(self.groups if self.per_group else 1)
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
-    def dev_accuracy(self) -> dict[str, dict[str, float]]:
-        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key accuracy (eq. 13)."""
-        percents: dict[str, dict[str, float]] = {kind: {} for kind in (*KINDS, "eq13")}
-        owner = self.owner()
-        for number, task in enumerate(self.tasks):
+    def confusion(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return kind -> task -> task that is chosen -> percent of the first one's dev texts; zeros are left out."""
+        percents: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
+        for task in self.tasks:
             queries = self.dev.get(task)
             if queries is None or not len(queries):
                 continue
             for kind in KINDS:
-                right = self.chosen(kind, queries) == number
-                percents[kind][task] = 100 * float(right.float().mean())
-            counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
-            percents["eq13"][task] = 100 * float(counts.float().mean())
+                chosen = self.chosen(kind, queries)
+                shares = {name: 100 * float((chosen == index).float().mean()) for index, name in enumerate(self.tasks)}
+                percents[kind][task] = {name: share for name, share in shares.items() if share}
+        return percents
+
+    def dev_accuracy(
+        self, confusion: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None
+    ) -> dict[str, dict[str, float]]:
+        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key accuracy (eq. 13).
+
+        Args:
+            confusion: `confusion()`, if it is known.
+        """
+        percents = {
+            kind: {task: shares.get(task, 0.0) for task, shares in by_task.items()}
+            for kind, by_task in (self.confusion() if confusion is None else confusion).items()
+        }
+        owner = self.owner()
+        percents["eq13"] = {}
+        for number, task in enumerate(self.tasks):
+            queries = self.dev.get(task)
+            if queries is not None and len(queries):
+                counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
+                percents["eq13"][task] = 100 * float(counts.float().mean())
         return percents
 
     def select(self) -> None:

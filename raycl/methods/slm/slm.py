@@ -290,10 +290,12 @@ class Slm(PerTaskAdapter):
         return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the share of dev texts in percent that each router sends to their task, and which router is used."""
+        """Return the share of dev texts in percent that each router sends to each task, and which router is used."""
+        confusion = self.router.confusion()
         return super().summary(observed) | {
             "router": "task" if self._knows_task else self.router.kind,
-            "found": self.router.dev_accuracy(),
+            "found": self.router.dev_accuracy(confusion),
+            "confusion": confusion,
             "novelty": self.router.novelty(),
             "truncated_queries": self.encoder.truncated,
             "key_similarity": similarity(self.router),

@@ -41,6 +41,8 @@ class RouterSummary:
         used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
         tasks: tasks in the order in which they were learned.
         found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
+        confusion: kind -> task -> task that is chosen -> percent of the first one's dev texts; zeros are left out, and
+            runs of earlier versions have none.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         owners: task of each row of `cosines`, which is a slot.
         cosines: symmetric, mean over groups.
@@ -50,6 +52,7 @@ class RouterSummary:
     used: str
     tasks: list[str]
     found: dict[str, dict[str, float]]
+    confusion: dict[str, dict[str, dict[str, float]]]
     novelty: dict[str, float]
     owners: list[str]
     cosines: list[list[float]]
@@ -80,6 +83,7 @@ class RouterSummary:
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
             found=shares_by_kind,
+            confusion=last.get("confusion", {}),
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             owners=owners,
             cosines=[[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places],
@@ -88,6 +92,11 @@ class RouterSummary:
                 for point in last.get("key_plane", ())
             ],
         )
+
+    @property
+    def confused(self) -> dict[str, dict[str, float]]:
+        """The confusion of the kind that chose, where texts are routed."""
+        return self.confusion.get(self.used, {})
 
 
 def has_routing(result: Tree) -> bool:

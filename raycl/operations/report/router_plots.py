@@ -13,12 +13,24 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.metrics.run_results import short_names
+from raycl.metrics.run_results import short_names, title_of
 from raycl.operations.report.phase_summaries import KINDS, RouterSummary, mean_of
-from raycl.operations.report.plots import COLOUR_MAP, COLOURS, MARGIN, axes_at, new_figure, save_png
+from raycl.operations.report.plots import (
+    CELL_HEIGHT,
+    CELL_WIDTH,
+    COLOUR_MAP,
+    COLOURS,
+    MARGIN,
+    axes_at,
+    draw_cells,
+    draw_scale,
+    new_figure,
+    save_png,
+)
 from raycl.operations.report.run_comparison import labels
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -67,6 +79,41 @@ def router_figure(results: Sequence[Tree]) -> Figure:
         _draw_run(figure, title, routing, scale, columns, top, size)
         top += size + BELOW
     return figure
+
+
+def confusion_figure(results: Sequence[Tree]) -> Figure:
+    """Return one heat map per run: percent of each task's dev texts that its router sends to each task.
+
+    Raises:
+        RunError: see `router_figure`; or a run whose router does not choose by texts, or of an earlier version.
+    """
+    if not 0 < len(results) <= MOST_RUNS:
+        raise RunError(f"a picture of {len(results)} routers cannot be read: give between 1 and {MOST_RUNS} runs")
+    routings = [RouterSummary.of(result) for result in results]
+    for result, routing in zip(results, routings, strict=True):
+        if not routing.confused:
+            raise RunError(
+                f"'{title_of(result)}' has no confusion of its router: expected a run of this version that routes by "
+                "text"
+            )
+    sizes = [(CELL_WIDTH * len(routing.tasks), CELL_HEIGHT * len(routing.confused)) for routing in routings]
+    width = max(width for width, _ in sizes)
+    figure = new_figure(MARGIN + width + 1.0, sum(height + ABOVE + BELOW for _, height in sizes))
+    top = 0.0
+    for title, routing, (run_width, height) in zip(labels(results), routings, sizes, strict=True):
+        top += ABOVE
+        axes = axes_at(figure, MARGIN, run_width, height, top)
+        draw_cells(axes, confusion_cells(routing), routing.tasks, list(routing.confused))
+        axes.set_title(f"{title}\nsent to the adapters of", fontsize=9, loc="left")
+        axes.set_ylabel("dev texts of", fontsize=9)
+        draw_scale(axes_at(figure, MARGIN + run_width + 0.2, 0.12, height, top))
+        top += height + BELOW
+    return figure
+
+
+def confusion_cells(routing: RouterSummary) -> NDArray[np.float64]:
+    """Return `[tasks with dev texts][tasks]` percent of the dev texts of one that are sent to the other."""
+    return np.array([[shares.get(task, 0.0) for task in routing.tasks] for shares in routing.confused.values()])
 
 
 def _scale(routings: Sequence[RouterSummary]) -> Normalize:

@@ -162,6 +162,21 @@ def routing_table(result: Tree) -> Page:
     return Page(Text(head), table, Text("; ".join(notes)))
 
 
+def confusion_table(result: Tree) -> Page:
+    """Return tasks by tasks: percent of the dev texts of one that the router sends to the other.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    routing = RouterSummary.of(result)
+    rows = (
+        [task, *(_number(shares.get(other, 0.0)) for other in routing.tasks)]
+        for task, shares in routing.confused.items()
+    )
+    head = f"dev texts of each task, and the task whose adapters the router chose, in percent: {title_of(result)}"
+    return Page(Text(head), grid(["", *_heads(routing.tasks)], rows))
+
+
 def routing_comparison(results: Sequence[Tree]) -> Page:
     """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
 

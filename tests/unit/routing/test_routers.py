@@ -72,6 +72,18 @@ def test_stored_statistics_route_the_same(kind: Kind) -> None:
     assert torch.equal(smaller.route(queries).weights, fresh.route(queries).weights), "as if it had never been learned"
 
 
+@pytest.mark.parametrize("kind", ["keys", "discriminant"])
+def test_the_confusion_counts_dev_texts_by_the_task_that_is_chosen(kind: Kind) -> None:
+    router = studied(kind, list(TASKS))
+    router.hold_out("one", torch.cat([texts_of("one", 30, seed=5), texts_of("two", 10, seed=6)]))
+    router.hold_out("three", texts_of("three", 8, seed=7))
+    confusion = router.confusion()
+    assert list(confusion[kind]) == ["one", "three"], "tasks without dev texts are left out"
+    assert confusion[kind] == {"one": {"one": 75.0, "two": 25.0}, "three": {"three": 100.0}}
+    assert router.dev_accuracy(confusion) == router.dev_accuracy()
+    assert router.dev_accuracy()[kind] == {"one": 75.0, "three": 100.0}
+
+
 def test_statistics_do_not_depend_on_the_order_of_tasks() -> None:
     queries = texts_of("one", 30, seed=4)
     forward, backward = (

@@ -20,9 +20,9 @@ from raycl.operations.report.page.page_figures import (
     transfer_figure,
     verdicts_figure,
 )
-from raycl.operations.report.phase_summaries import has_attention, has_output_rows, has_routing
+from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
-from raycl.operations.report.router_plots import router_figure
+from raycl.operations.report.router_plots import confusion_figure, router_figure
 from raycl.operations.report.run_answers import answered_rows
 from raycl.operations.report.run_comparison import compare, grouped
 from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
@@ -31,6 +31,7 @@ from raycl.operations.report.tables import (
     Page,
     attention_table,
     comparison_table,
+    confusion_table,
     matrix_table,
     mean_matrix_table,
     output_rows_table,
@@ -82,6 +83,7 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
         _transfer(results),
         _attention(results),
         _routing(results),
+        _confusion(results),
         _overlap(results),
         _cost(results),
         _answers(matrices),
@@ -178,6 +180,15 @@ def _routing(results: Sequence[Tree]) -> PageSection | None:
         "a task stood out by their out-of-distribution score before it was learned. Of the first run of each setting."
     ]
     return PageSection("Routing", router_figure(runs), lead, numbers=[routing_table(run) for run in runs])
+
+
+def _confusion(results: Sequence[Tree]) -> PageSection | None:
+    readable = [result for result in results if len(tasks_of(result)) <= plots.MOST_TASKS and has_routing(result)]
+    runs = _first_of_each([result for result in readable if RouterSummary.of(result).confused])
+    if not runs:
+        return None
+    lead = ["Which task's adapters the router chose for the dev texts of each task. Of the first run of each setting."]
+    return PageSection("Router confusion", confusion_figure(runs), lead, numbers=[confusion_table(run) for run in runs])
 
 
 def _overlap(results: Sequence[Tree]) -> PageSection | None:

@@ -71,6 +71,10 @@ def _facts(
     return {
         "router": router,
         "found": {kind: {task: float(draw.uniform(least, 100)) for task in tasks} for kind, least in worst.items()},
+        "confusion": {
+            kind: {task: {task: 75.0, tasks[0]: 25.0} if task != tasks[0] else {task: 100.0} for task in tasks}
+            for kind in ("keys", "discriminant")
+        },
         "novelty": {tasks[-1]: 93.75} if len(tasks) > 1 else {},
         "truncated_queries": 0,
         "key_similarity": blocks.tolist(),

@@ -28,6 +28,12 @@ def test_sections_are_those_that_runs_have_numbers_for(make_result: Make, make_r
     assert alone[:2] == ["Comparison", "Accuracy matrices"] and "Routing" not in alone and "Verdicts" not in alone
     routed = make_routed(["agnews", "dbpedia"])
     assert "Routing" in titles([routed]) and "Attention over adapters" not in titles([routed])
+    assert "Router confusion" in titles([routed])
+    given = make_routed(["agnews", "dbpedia"], router="task")
+    assert "Routing" in titles([given]) and "Router confusion" not in titles([given]), "the task was given"
+    for summary in routed["phase_summaries"]:
+        del summary["confusion"]
+    assert "Router confusion" not in titles([routed]), "a run of an earlier version"
     assert "Verdicts" in titles([make_result("lora"), make_result("sapt")])
     unfinished = make_result() | {"finished": False, "metrics": {"ap": None, "f_ra": None}}
     unfinished["matrix"][1:] = [[None] * 3] * 2

@@ -17,7 +17,9 @@ from matplotlib.image import imread
 
 from raycl.errors import RunError
 from raycl.operations.report import router_plots
-from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, router_maps
+from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, confusion_figure, router_maps
+from raycl.operations.report.tables import confusion_table
+from raycl.text_tables import render
 
 Make = Callable[..., dict[str, Any]]
 TASKS = ["agnews", "dbpedia", "yahoo"]
@@ -109,6 +111,19 @@ def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, dra
     assert legend is not None
     assert [text.get_text().partition(":")[0] for text in legend.texts] == ["keys (in use)", "discriminant", "eq. 13"]
     assert f"{outcome['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
+
+
+def test_the_confusion_is_that_of_the_router_that_chose(make_routed: Make) -> None:
+    result = make_routed(TASKS, router="keys")
+    result["phase_summaries"][-1]["confusion"]["discriminant"]["yahoo"] = {"yahoo": 100.0}
+    axes = confusion_figure([result]).axes[0]
+    cells = np.asarray(axes.images[0].get_array())
+    assert cells.tolist() == [[100, 0, 0], [25, 75, 0], [25, 0, 75]]
+    assert names(axes) == TASKS and [text.get_text() for text in axes.get_xticklabels()] == TASKS
+    rows = [line.split() for line in render(confusion_table(result)).splitlines()]
+    assert ["yahoo", "25.0", "0.0", "75.0"] in rows
+    with pytest.raises(RunError, match="has no confusion of its router"):
+        confusion_figure([make_routed(TASKS, router="task")])
 
 
 @pytest.mark.parametrize("count", [3, 27])
