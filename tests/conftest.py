@@ -21,6 +21,7 @@ from shared_cluster import SharedCluster
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 QUIET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # else the threads of a run with several compute while they wait
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -7,15 +7,25 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from chat_samples import chat_codec
 
 from raycl.cli import main
+from raycl.cli.runs import chat_demo
 from raycl.testing.tiny_models import tiny_model
 
 
 def test_three_skills_are_learned_and_answers_before_and_after_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file of that name is taken instead of the installed one: here the same with few rows and steps."""
+    monkeypatch.chdir(tmp_path)
+    tree = yaml.safe_load((chat_demo.INSTALLED / chat_demo.FILE).read_text())
+    tree["stream"]["train_rows"] = 8
+    tree["method"]["keys"]["steps"], tree["train"]["epochs"] = 20, 1
+    own = tmp_path / chat_demo.FILE
+    own.parent.mkdir(parents=True)
+    own.write_text(yaml.safe_dump(tree))
     model = tmp_path / "Tiny-Chat"
     tokenizer = chat_codec("bytes", "trims").tokenizer
     tokenizer.save_pretrained(model)

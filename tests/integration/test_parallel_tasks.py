@@ -310,7 +310,7 @@ def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
 ) -> None:
     """With `launch.mode=local` the other task is kept, and the next command continues the one whose process died."""
     caplog.set_level(logging.INFO, "raycl")
-    long = {"train": {"epochs_by_task": {"animal": 200}}}
+    long = {"train": {"epochs_by_task": {"animal": 60}, "log_every_s": 0.1}}
     driver.train(prepare(config_of(lab, "bert", "epi", tmp_path / "whole", **long)))
     config, split = config_of(lab, "bert", "epi", tmp_path / "split", 2, **long), Storage.at(tmp_path / "split")
     with ThreadPoolExecutor(1) as thread:
@@ -331,5 +331,5 @@ def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
     driver.train(prepare(config))
     assert_equal(Storage.at(tmp_path / "whole"), split)
     assert len(read_state(task).attempts) > len(read_state(split.sub("tasks/000-colour")).attempts)
-    assert "animal: [2/4] animal: 10 rows, 600 steps, continuing after step" in caplog.text
+    assert "animal: [2/4] animal: 10 rows, 180 steps, continuing after step" in caplog.text
     assert "[4/4] last: joined" in caplog.text
