@@ -33,6 +33,10 @@ class ModifierConfig(Section):
         """Return the settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
+    def extra_passes(self, epochs: int) -> float:
+        """Return the cost of passes over a task's rows in addition to the method's; see `MethodConfig.extra_passes`."""
+        return 0.0
+
 
 class GradientModifier:
     """One way to change gradients. Subclasses override the hooks they need.

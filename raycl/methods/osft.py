@@ -16,7 +16,11 @@ Deviations: the weights themselves are trained, not their factors, so that the o
 and updates are projected after the optimizer's step, not gradients before it: with Adam, whose steps are no multiples
 of gradients, only this keeps them off the directions exactly. A layer is a block of the model, whose decomposition is
 made anew for each task of the weights as they are then, as in the paper. Weights that `target_modules` leaves out
-(embeddings, norms, biases, the output layer) are frozen, as in PEFT; label heads are trained.
+(embeddings, norms, biases, the output layer) are frozen, as in PEFT; label heads are trained. The authors' public code
+(notebooks/finetune_svd.py of Red-Hat-AI-Innovation-Team/orthogonal-subspace-learning at a5f91f6) keeps one number of
+directions, a share of the larger dimension that its caller gives, in attention and feed-forward weights of T5; the
+importance stands in it as a comment, with the shares 1/2 and 1, and is that of each weight's own inputs and outputs,
+where a block's is taken here.
 """
 
 import re
@@ -60,6 +64,10 @@ class OsftConfig(MethodConfig):
     def values_kept(self, tasks: int) -> int:
         """Count both bases."""
         return 2
+
+    def extra_passes(self, epochs: int) -> float:
+        """Return the pass over every row that measures the importance of layers; none where all keep one share."""
+        return 0.0 if self.least == self.most else 0.5 / epochs
 
     @property
     def reads_weights(self) -> bool:

@@ -7,8 +7,9 @@
 with theta* before the task, mu_0 the mean size of the first `warm_up` updates and mu_t its moving average since, of
 rate 0.05: where the model changes faster than at first, it is held more (Feng et al. 2026, "FOREVER: Forgetting
 Curve-Inspired Memory Replay for Language Model Continual Learning", ACL 2026, arXiv:2601.03938). 2 % of each task's
-rows are stored, 24 steps make a day, and the six intervals are the paper's. `beta` and `gamma` could not be found, and
-are ours. Formulas are those that public texts give of the paper; the authors' code is not public.
+rows are stored, 24 steps make a day, and the six intervals are the paper's, as are the rate and the limits of the
+intensity. `beta` and `gamma` could not be found, and are ours. Formulas are those that public texts give of the paper,
+two of which agree; the authors' code is not public.
 
 Deviations: replayed rows join steps of training, one for each new row, until as many were drawn as are stored, since a
 method does not step. Where parameters are kept in 16 bits between steps (DeepSpeed in bfloat16), smaller updates than

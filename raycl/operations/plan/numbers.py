@@ -429,5 +429,7 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         "stays_per_task": max(written.stays),
         "growth": growth(written).both,
     }
-    extra = opened.config.method.extra_passes(context.train.epochs_of(""))
+    epochs = context.train.epochs_of("")
+    extra = opened.config.method.extra_passes(epochs)
+    extra += sum(modifier.extra_passes(epochs) for modifier in opened.config.modifiers.values())
     return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)

@@ -179,12 +179,21 @@ def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, v
         ({"name": "mbpa++", "every": 10}, 0.1),
         ({"name": "mbpa++", "every": 0}, 0.0),
         ({"name": "epi"}, 0.25),
+        ({"name": "osft"}, 0.25),
+        ({"name": "osft", "least": 0.5, "most": 0.5}, 0.0),
     ],
 )
 def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any, extra: float) -> None:
     result = plan(lab.config("bert", method, train={"epochs": 2}), Cluster(GPUS["a100-80"]))
     assert result.run.extra == extra
     assert result.seconds.training == pytest.approx(result.seconds.step * sum(result.run.steps) * (1 + extra))
+
+
+def test_a_modifiers_passes_are_added_to_the_methods(lab: Lab) -> None:
+    """FGGM computes the gradient of every row before a task."""
+    for method, extra in (("lora", 0.5), ("epi", 0.75)):
+        config = lab.config("bert", method, train={"epochs": 2}, modifiers=["fggm"])
+        assert plan(config, Cluster(GPUS["a100-80"])).run.extra == extra
 
 
 def test_tasks_at_the_same_time_take_the_time_of_the_group_with_the_most_steps(lab: Lab) -> None:
