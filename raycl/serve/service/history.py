@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raycl.serve.service.drift import MOST_TASKS, OOD_CLASSES, OTHERS, ServedCounts, class_of
+from raycl.serve.service.served_counts import MOST_TASKS, OOD_CLASSES, OTHERS, ServedCounts, class_of
 from raycl.serve.service.service import ServedAnswer
 
 INTERVAL_S, INTERVALS = 10, 360
