@@ -1,7 +1,8 @@
 """Permissions to run code of others: given by the command that trains or serves, never by a file.
 
-A model's folder can bring Python code, and pickled weights can run some. A config, a sweep, a run or a snapshot of
-another author may request either; the user permits it on the command line, and workers inherit that.
+A model's folder can bring Python code, pickled weights can run some, and so can files that describe tasks of lm-eval.
+A config, a sweep, a run or a snapshot of another author may request any of these; the user permits it on the command
+line, and workers inherit that.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,8 @@ from raycl.errors import ConfigError
 RISKS = {
     "trust_remote_code": "runs Python code that comes with the model",
     "allow_pickle": "reads pickled weights, which can run code",
+    "allow_code": "runs code that the model generates",
+    "include_path": "reads task files, which can run code",
 }
 """Setting -> what it lets a model's author do."""
 
@@ -57,15 +60,21 @@ def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix:
     for override in overrides:
         if any(name in override for name in RISKS):
             configs.apply_override(typed, override)
-    allowed = {path for path, value in configs.flatten(typed).items() if value is True}
+    allowed = {path for path, value in configs.flatten(typed).items() if value is True or (value and _is_folder(path))}
     for path in paths:
         if f"{prefix}{path}" not in allowed:
+            added, whose = ("FOLDER", "these files") if _is_folder(path) else ("true", "the model")
             raise ConfigError(
                 f"{source} sets {path}, which {RISKS[path.rpartition('.')[2]]}: a file cannot allow that; add "
-                f"{prefix}{path}=true to the command if you trust the author of the model"
+                f"{prefix}{path}={added} to the command if you trust the author of {whose}"
             )
+
+
+def _is_folder(path: str) -> bool:
+    return path.rpartition(".")[2] == "include_path"
 
 
 def as_overrides(tree: Tree) -> list[str]:
     """Return overrides that allow everything that a config tree requests."""
-    return [f"{path}=true" for path in requested(tree)]
+    given = configs.flatten(tree)
+    return [f"{path}={given[path] if _is_folder(path) else 'true'}" for path in requested(tree)]

@@ -35,6 +35,7 @@ class Prompts(NamedTuple):
         max_tokens: most tokens of an answer.
         start: ids that every row begins with, which may be read once.
         allowed: the limit of the tokens of each row's answer, None for no limit; (): no row has any.
+        stop: an answer ends with the token that completes one of these, which stays in it; (): none.
     """
 
     task: str
@@ -43,28 +44,31 @@ class Prompts(NamedTuple):
     mixture: Mixture | None = None
     start: Sequence[int] = ()
     allowed: Sequence[TokenConstraint | None] = ()
+    stop: tuple[str, ...] = ()
 
 
 class RowAnswer(NamedTuple):
-    """The answer to one row of a task."""
+    """The answer to one row of a task: its text without outer white space, and its tokens."""
 
     task: str
     row: int
     text: str
+    ids: Sequence[int]
 
 
 class _Row(BatchRow):
-    def __init__(
-        self, task: str, number: int, mixture: Mixture | None, sampling: Sampling, ends: frozenset[int]
-    ) -> None:
+    def __init__(self, task: str, number: int, mixture: Mixture | None, sampling: Sampling, backbone: Backbone) -> None:
         super().__init__(mixture, sampling)
-        self.task, self.number, self._ends = task, number, ends
+        self.task, self.number, self._ends, self._codec = task, number, backbone.end_ids, backbone.codec
 
     def push(self, token: int) -> bool:
         if token == NOT_FINITE:  # of a model that has diverged
             return False
         self.ids.append(token)
-        return token not in self._ends and len(self.ids) < self.sampling.max_tokens
+        if token in self._ends or len(self.ids) >= self.sampling.max_tokens:
+            return False
+        stops = self.sampling.stop
+        return not stops or not any(map(self._codec.tokenizer.decode(self.ids).__contains__, stops))
 
 
 class AnswerBatch(ContinuousBatch[_Row]):
@@ -83,7 +87,6 @@ class AnswerBatch(ContinuousBatch[_Row]):
         super().__init__(backbone, activate, max_rows)
         self.read_rows: int = max(1, min(max_rows, max(READ_ROWS, max_rows // 4)))
         self._start: _SharedPrompt | None = None
-        self._ends = backbone.end_ids
 
     @torch.no_grad()
     def answers(self, prompts: Iterable[Prompts]) -> Iterator[RowAnswer]:
@@ -105,7 +108,7 @@ class AnswerBatch(ContinuousBatch[_Row]):
                 ended = self.step()
                 texts = self.backbone.codec.decode([row.ids for row in ended]) if ended else []
                 for row, text in zip(ended, texts, strict=True):
-                    yield RowAnswer(row.task, row.number, text)
+                    yield RowAnswer(row.task, row.number, text, row.ids)
         finally:
             self.deactivate()
 
@@ -114,8 +117,8 @@ class AnswerBatch(ContinuousBatch[_Row]):
         return [
             _Row(
                 *(prompts.task, number, _one(prompts.mixture, index)),
-                Sampling(prompts.max_tokens, allowed=allowed[index]),
-                self._ends,
+                Sampling(prompts.max_tokens, allowed=allowed[index], stop=prompts.stop),
+                self.backbone,
             )
             for index, number in enumerate(prompts.batch.rows.tolist())
         ]

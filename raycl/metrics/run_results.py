@@ -11,6 +11,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from pyarrow import fs
@@ -268,6 +269,22 @@ def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
         "unseen": {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None,
         **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "in_context", "other_row")),
         **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
+    }
+
+
+def general_of(result: Tree) -> dict[str, float | None]:
+    """Return the means of general ability: `general_before` any training, `general_after` the stream, `general_delta`,
+    the difference of both, and `general_unknown`, the percent of its texts that the last router counted as texts of no
+    learned task. A number that was not measured is None."""
+    measured = result.get("general") or {}
+    before, after = measured.get("before") or {}, measured.get("after") or {}
+    cells = after.get("cells", {}).values()
+    shares = [cell["extra"]["unknown"] for cell in cells if "unknown" in cell["extra"]]
+    return {
+        "general_before": before.get("mean"),
+        "general_after": after.get("mean"),
+        "general_delta": measured.get("delta"),
+        "general_unknown": 100 * fmean(shares) if shares else None,
     }
 
 

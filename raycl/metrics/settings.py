@@ -33,6 +33,40 @@ class AnswerFormat(Section):
         return ("grammar", self.grammar) if self.regex is None else ("regex", self.regex)
 
 
+class GeneralConfig(Section):
+    """General ability: tasks outside the stream, evaluated by EleutherAI's lm-eval before the stream and after it."""
+
+    tasks: tuple[str, ...] = Field(
+        (),
+        description="what is evaluated beside the stream (pip install 'raycl[eval]'): the suites arc, piqa, "
+        "winogrande, hellaswag, mmlu-subset and ifeval, and the name of any task, group or tag that lm-eval or a file "
+        "in include_path has. (): nothing",
+    )
+    include_path: PathOrUri = Field(
+        None,
+        description="folder of this machine with task files of lm-eval (YAML), which can run code: only the command "
+        "line may set it; null: none",
+    )
+    at: Literal["ends", "tasks"] = Field(
+        "ends", description="ends: before the stream and after its last task; tasks: also after every task"
+    )
+    limit: int | None = Field(None, ge=1, description="rows of each task, the first of its file; null: all")
+    shots: int | None = Field(
+        None, ge=0, description="examples in front of each text; null: as many as the task's file says"
+    )
+    chat_template: bool = Field(False, description="write texts as messages under the model's chat template")
+    allow_code: bool = Field(
+        False,
+        description="allow tasks that run code which the model generates, such as humaneval; only the command line "
+        "may set it",
+    )
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Yield all others where no task is named."""
+        if not self.tasks:
+            yield from ((name, "tasks=()") for name in type(self).model_fields if name != "tasks")
+
+
 class EvalConfig(Section):
     """Evaluation: how a row of the accuracy matrix is filled."""
 
@@ -128,6 +162,8 @@ class EvalConfig(Section):
     singles: PathOrUri = Field(
         None, description="run directory (or results.json) of `method=separate`, whose scores FWT compares with"
     )
+
+    general: GeneralConfig = GeneralConfig()
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of dev rows where they choose nothing."""

@@ -14,6 +14,7 @@ from raycl.config import Location, PathOrUri, Section, trust
 from raycl.config.addresses import announce, check_no_secret
 from raycl.config.trust import Permissions
 from raycl.config.unused import refuse, unused_written
+from raycl.metrics.settings import GeneralConfig
 from raycl.training.records.named_bank import bank_and_reference
 from raycl.types import UnknownPolicy
 
@@ -73,6 +74,13 @@ class GateConfig(Section):
     """
 
     max_drop: float = Field(1.0, ge=0, description="points that a task may fall by against the active snapshot")
+    max_general_drop: float | None = Field(
+        None,
+        ge=0,
+        description="points that the mean score of `general` may fall by against the active snapshot; null: it is not "
+        "measured",
+    )
+    general: GeneralConfig = GeneralConfig()
     split: Literal["dev", "test"] = Field("dev", description="rows that a snapshot is evaluated on")
     stream: tuple[str, ...] = Field(
         (), description="overrides of the stream that the snapshot was trained on, for data that has moved: root=..."
@@ -88,6 +96,20 @@ class GateConfig(Section):
     timeout_s: float = Field(
         3600.0, gt=0, description="seconds for the evaluation of a snapshot at most; longer: it is tried again"
     )
+
+    @model_validator(mode="after")
+    def _general_tasks_are_named(self) -> GateConfig:
+        if self.max_general_drop is not None and not self.general.tasks:
+            raise ValueError(
+                f"max_general_drop is {self.max_general_drop:g} and general.tasks names no task: name some, such as "
+                "[arc, piqa], or leave it out"
+            )
+        return self
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Yield tasks of general ability where no drop of it is limited."""
+        if self.max_general_drop is None:
+            yield "general", "max_general_drop=null"
 
 
 class UpstreamConfig(Section):

@@ -90,7 +90,8 @@ class StreamLoop:
             self.recorder.close()
 
     def _evaluate_bare(self) -> None:
-        """Evaluate the backbone before any training (`eval.untrained`, `eval.shots`) for the next phase's record."""
+        """Evaluate the backbone before any training (`eval.untrained`, `eval.shots`, `eval.general`), for the record of
+        the next phase."""
         context = self.context
         self._bare = {kind: bare_cells(self.state, kind) for kind in BARE}
         if len(self.state.phases) == len(context.phases):
@@ -149,7 +150,7 @@ class StreamLoop:
         for elsewhere in (task.learned, task.scored):
             times |= {name: max(times[name], value) for name, value in _memory(elsewhere).items()}
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
-        record |= {name: cells for name in ("unseen", "other_row") if (cells := getattr(score, name))}
+        record |= {name: cells for name in ("unseen", "other_row", "general") if (cells := getattr(score, name))}
         for kind, cells in self._bare.items():
             known = bare_cells(self.state, kind)
             if fresh := {name: cell for name, cell in cells.items() if name not in known}:
@@ -182,7 +183,8 @@ class StreamLoop:
 def _scored(record: dict[str, Any]) -> ScoredRow:
     """Return the row that the journal of a task's own folder has."""
     times = record["times"]
-    return ScoredRow(record["row"], record.get("unseen", {}), {}, record["summary"], times["eval_s"])
+    unseen, general = record.get("unseen", {}), record.get("general", {})
+    return ScoredRow(record["row"], unseen, {}, record["summary"], times["eval_s"], general)
 
 
 def _memory(record: dict[str, Any] | None) -> dict[str, float]:

@@ -141,7 +141,7 @@ def score_row(
         return
     times = {"phase": phase.name, "eval_s": scored.eval_s, **memory_used(world)}
     if journal is not None:
-        kept = {"row": scored.row, "summary": scored.summary, "unseen": scored.unseen}
+        kept = {"row": scored.row, "summary": scored.summary, "unseen": scored.unseen, "general": scored.general}
         journal.phase_done({**_record(phase, times), **kept, **bare})
 
 

@@ -44,7 +44,8 @@ def installed(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def row(name: str, version: str, license: str) -> str:
     """Return a line of the table."""
-    return f"| {name} | {version} | {license.replace('|', '/')} |"
+    first = license.partition("\n")[0]  # some packages have the whole text there
+    return f"| {name} | {version} | {first.replace('|', '/')} |"
 
 
 def rows(page: str) -> dict[str, str]:

@@ -34,12 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
 
 
-def add_input(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that name the snapshot and the rows."""
+def add_input(parser: argparse.ArgumentParser, words: str = "+") -> None:
+    """Add arguments that name the snapshot and the rows.
+
+    Args:
+        words: how many files and settings there may be.
+    """
     parser.add_argument(
         "bank", metavar="BANK[@REF]", help="branch, tag, latest, number or hash of a snapshot; default: main"
     )
-    parser.add_argument("words", nargs="+", metavar="FILE key.path=value", help="files or folders; settings of serving")
+    parser.add_argument(
+        "words", nargs=words, metavar="FILE key.path=value", help="files or folders; settings of serving"
+    )
     parser.add_argument(
         "--format",
         metavar="NAME",

@@ -1,6 +1,7 @@
 """An evaluation of files as a table, and the confusion of its labels as a picture."""
 
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -41,6 +42,20 @@ def evaluation_table(tree: Tree) -> str:
         if len(tree["labels"]) > LISTED:
             blocks.append(Text(f"and {len(tree['labels']) - LISTED} more labels"))
     return render(Group(*blocks))
+
+
+def ability_table(tree: Tree) -> str:
+    """Return general ability of a backbone and of a snapshot by task: the score of each, and the difference."""
+    table = edgeless(("general ability", "rows", "backbone", "snapshot", "delta", "unknown, %"))
+    ends = [[cells[name]["value"] for name in tree["before"]] for cells in (tree["before"], tree["after"])]
+    for name, before, after in zip(tree["before"], *ends, strict=True):
+        cell = tree["after"][name]
+        share = cell["extra"].get("unknown")
+        unknown = NOTHING if share is None else f"{100 * share:.1f}"
+        table.add_row(name, f"{cell['count']:,}", f"{before:.1f}", f"{after:.1f}", f"{after - before:+z.1f}", unknown)
+    was, now = map(fmean, ends)
+    table.add_row("mean", "", f"{was:.1f}", f"{now:.1f}", f"{now - was:+z.1f}", "")
+    return render(table)
 
 
 def confusion_png(tree: Tree, path: str | Path) -> Path:

@@ -24,6 +24,7 @@ from raycl.metrics.run_results import (
     BareKind,
     averages_of,
     backbone_of,
+    general_of,
     method_of,
     metric_of,
     other_row_of,
@@ -51,9 +52,13 @@ OPTIONAL = {
     UNSEEN: "unseen",
     "ap_chosen": "AP, text alone",
     "ap_given": "AP, with instruction",
+    "general_before": "general before",
+    "general_after": "general after",
+    "general_delta": "delta",
+    "general_unknown": "unknown",
 }
-"""Means that not every run has -> column title: of accuracies beside F1 scores, over tasks that were never trained, and
-of the last row under the other `eval.instruction`. They are columns only where some run has them."""
+"""Means that not every run has -> column title: of accuracies beside F1 scores, over tasks that were never trained, of
+the last row under the other `eval.instruction`, and of `general_of`. They are columns only where some run has them."""
 
 COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
 """Costs of a run: seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
@@ -259,6 +264,7 @@ def _optional(result: Tree) -> dict[str, float | None]:
         "accuracy_first_two": accuracy.get("first_two"),
         "accuracy_last_two": accuracy.get("last_two"),
         UNSEEN: unseen_mean(result),
+        **general_of(result),
         **{f"ap_{kind}": other[2] if other and other[0] == kind else None for kind in INSTRUCTION},
     }
 

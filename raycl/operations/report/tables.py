@@ -15,6 +15,7 @@ from raycl.metrics.run_results import (
     UNTRAINED,
     averages_of,
     backbone_of,
+    general_of,
     last_accuracies,
     limits_of,
     method_of,
@@ -81,7 +82,7 @@ def matrix_table(result: Tree) -> Page:
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+z.1f')}" for name in ("fwt", "bwt")]
     over_m, weighted = _number(metric_of(result, "bwt_m"), "+z.1f"), _number(metric_of(result, "average_accuracy"))
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
-    parts = (_other_row, _accuracies, _unseen, _revision, _starts, _routing, _notes)
+    parts = (_other_row, _accuracies, _unseen, _general, _revision, _starts, _routing, _notes)
     below = [content for part in parts for content in part(result)]
     return Page(Text(title_of(result)), table, Text(headline), *below)
 
@@ -297,6 +298,39 @@ def _unseen(result: Tree) -> list[RenderableType]:
     types = list(dict.fromkeys(name for run_result in rows.values() for name in unseen_types(run_result)))
     lines = ([name, *(_number(unseen_types(scored).get(kind)) for kind in types)] for name, scored in rows.items())
     return [table, grid(["by type", *types], lines)] if types else [table]
+
+
+def general_table(result: Tree) -> Page | None:
+    """Return general ability by task of lm-eval: before any training, after each phase that measured it, and the
+    difference; None: it was not measured. Shares of texts of no learned task are percent."""
+    measured = result.get("general")
+    if not measured:
+        return None
+    rows = {"before": measured["before"], **_measured_phases(result)}
+    names = list(measured["before"]["cells"])
+    table = grid(["general ability", *names, "mean"])
+    for title, cells in rows.items():
+        values = [cells["cells"].get(name, {}).get("value") for name in names]
+        table.add_row(title, *map(_number, [*values, cells["mean"]]))
+    if measured["after"]:
+        ends = [(measured[end]["cells"][name]["value"] for end in ("before", "after")) for name in names]
+        table.add_row("delta", *(f"{after - before:+z.1f}" for before, after in ends), f"{measured['delta']:+z.1f}")
+        shares = [measured["after"]["cells"][name]["extra"].get("unknown") for name in names]
+        if any(share is not None for share in shares):
+            percent = [None if share is None else 100 * share for share in shares]
+            table.add_row("unknown, %", *map(_number, [*percent, general_of(result)["general_unknown"]]))
+    return Page(table)
+
+
+def _measured_phases(result: Tree) -> dict[str, Tree]:
+    """Return title -> general ability after each phase that measured it."""
+    pairs = zip(result["phases"], result["general"]["phases"], strict=False)
+    return {f"after {phase}": cells for phase, cells in pairs if cells}
+
+
+def _general(result: Tree) -> list[RenderableType]:
+    table = general_table(result)
+    return [] if table is None else [table]
 
 
 def _starts(result: Tree) -> list[RenderableType]:

@@ -157,4 +157,8 @@ def gate_table(result: GateResult) -> str:
         before = result.before.get(task)
         old, change = ("", "new") if before is None else (f"{before.value:.1f}", f"{after.value - before.value:+.1f}")
         table.add_row(task, str(after.count), old, f"{after.value:.1f}", change)
+    if result.general is not None:
+        table.add_row(
+            "general ability", "", *(f"{mean:.1f}" for mean in result.general), f"{-result.general_drop:+.1f}"
+        )
     return render(table, 200)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycl.data.stream import Stream
 from raycl.errors import BankError
+from raycl.scoring.general_ability import ability
 from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.engine.serving_engine import ServingEngine
@@ -33,6 +34,8 @@ class GateResult:
         before, after: task -> score of the active snapshot and of the candidate; tasks that are new have no `before`.
             A revised task is there twice: `animal (rows of snapshot 4)`, `animal (rows of snapshot 3)`.
         revised: tasks with other rows than they had. gone: such tasks whose earlier rows are not there any more.
+        general: general ability of the active snapshot and of the candidate (`gate.general`); None: not measured.
+        max_general_drop: points that it may fall by; None: any number.
     """
 
     active: int
@@ -42,6 +45,13 @@ class GateResult:
     max_drop: float
     revised: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
+    general: tuple[float, float] | None = None
+    max_general_drop: float | None = None
+
+    @property
+    def general_drop(self) -> float:
+        """Return the points by which general ability falls; negative: it grows; 0 where it is not measured."""
+        return 0.0 if self.general is None else self.general[0] - self.general[1]
 
     @property
     def drops(self) -> dict[str, float]:
@@ -52,20 +62,28 @@ class GateResult:
     def reason(self) -> str:
         """The reason of the decision: the task that falls most, by how much, and the rows of revised tasks."""
         drops = self.drops
+        if self._loses_ability:
+            return f"general ability falls by {self.general_drop:.1f} points, allowed are {self.max_general_drop:g}"
         if not self.passed:
             worst = max(drops, key=lambda task: drops[task])
             return f"{worst} falls by {drops[worst]:.1f} points, allowed are {self.max_drop:g}"
         old, new = f"rows of snapshot {self.active}", f"rows of snapshot {self.candidate}"
         notes = [f"{task}: {old} and {new}" for task in self.revised]
         notes += [f"{task}: {new} alone, since the {old} are gone" for task in self.gone]
+        if self.general is not None:
+            notes.append(f"general ability {self.general[0]:.1f}, then {self.general[1]:.1f}")
         return f"no task falls by more than {max(0.0, *drops.values()):.1f}" + (
             f" ({'; '.join(notes)})" if notes else ""
         )
 
     @property
     def passed(self) -> bool:
-        """Return whether no task falls by more than allowed."""
-        return all(drop <= self.max_drop for drop in self.drops.values())
+        """Return whether no task falls by more than allowed, and general ability does not."""
+        return not self._loses_ability and all(drop <= self.max_drop for drop in self.drops.values())
+
+    @property
+    def _loses_ability(self) -> bool:
+        return self.max_general_drop is not None and self.general_drop > self.max_general_drop
 
 
 def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False) -> GateResult:
@@ -111,7 +129,13 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         before = scores(active, [task for task in tasks if task.name in known])
         log.info("snapshot %d:", candidate)
         after = scores(newer, tasks)
-        return GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop, tuple(rows), gone)
+        result = GateResult(active.snapshot.number, candidate, before, after, config.gate.max_drop, tuple(rows), gone)
+        if config.gate.max_general_drop is None:
+            return result
+        general = config.gate.general
+        was, now = (ability(OfflineModel(engine, loaded).general(general)) for loaded in (active, newer))
+        log.info("general ability: %.1f, then %.1f", was, now)
+        return replace(result, general=(was, now), max_general_drop=config.gate.max_general_drop)
     finally:
         close_service(service)
 

@@ -7,7 +7,7 @@ import queue
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -21,9 +21,12 @@ from raycl.bank.manifest import TaskInfo
 from raycl.data.prepare import fit_targets
 from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import Message, messages_of, text_of
-from raycl.errors import AdapterError, ConfigError, ConversationError, RetrievalError
+from raycl.errors import AdapterError, BankError, ConfigError, ConversationError, RetrievalError
 from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
+from raycl.generation.task_prompts import route_batch
+from raycl.metrics.settings import GeneralConfig
 from raycl.progress import report
+from raycl.scoring.general_ability import check_general, measure
 from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, rule_of
@@ -33,6 +36,7 @@ from raycl.serve.service.opening import open_engine
 from raycl.serve.service.service import ServedAnswer, take
 from raycl.serve.settings import ServeConfig
 from raycl.serve.snapshots.parts import adapters_of, router_of
+from raycl.types import Batch, Mixture, Score
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -182,6 +186,40 @@ class OfflineModel:
         is_given = rows.settings.instruction == "given" or self._loaded.asks_for_task
         predictions = self._predicted(texts, rows.task.name if is_given else None, rows.limit, rows.allowed)
         return [prediction.text.strip() for prediction in predictions]
+
+    def general(self, settings: GeneralConfig, is_bare: bool = False) -> dict[str, Score]:
+        """Return the general ability of the snapshot: the task of lm-eval and its metric -> score.
+
+        Args:
+            is_bare: the backbone without adapters answers.
+
+        Raises:
+            BankError: the router needs each text's task, or gives unknown texts no answer. RayclError: see
+                `check_general`.
+        """
+        loaded, model = self._loaded, self._engine.model
+        problem = "needs the task of each text" if loaded.asks_for_task else ""
+        if loaded.rule.policy == "refuse":
+            problem = "refuses texts of no learned task (unknown=refuse; expected nearest or bare)"
+        if problem and not is_bare:
+            raise BankError(
+                f"the router of snapshot {self.snapshot.number} {problem}, so its general ability cannot be measured"
+            )
+        check_general(settings, self.codec, self.snapshot.backbone.name)
+        from raycl.scoring.harness import RoutedModel  # imports lm-eval, which is an extra
+
+        def route(batch: Batch) -> Mixture | None:
+            if is_bare:
+                return None
+            mixture = route_batch(loaded.router, model.backbone, model.stack, batch)
+            return loaded.rule.applied(loaded.named(mixture))
+
+        def activate(mixture: Mixture | None) -> AbstractContextManager[None]:
+            return model.stack.activate(None) if mixture is None else model.activate(mixture)
+
+        size, reserved = self._engine.max_batch, loaded.prompt_positions()
+        routed = RoutedModel(model.backbone, activate, route, size, reserved)
+        return self._engine.call(partial(measure, routed, settings)).result()
 
     def _predicted(
         self,

@@ -41,6 +41,9 @@ UNSEEN, UNTRAINED, IN_CONTEXT = "unseen", "untrained", "in_context"
 """Folders of the answers to tasks that were never trained, and of the backbone before any training, without and with
 examples."""
 
+GENERAL_BEFORE = "general_before"
+"""Kind of the cells of the backbone's general ability before any training."""
+
 Before = Callable[[str], None]
 """Takes the name of a task that is evaluated next."""
 
@@ -126,6 +129,18 @@ class StreamEvaluation:
         tasks = [task for task in stream.tasks if len(stream.rows(task, "train")) and task.name not in known]
         bare = replace(self, is_bare=True, shots=shots)
         return bare._titled(f"before any training, {counted(shots, 'example')} in front", IN_CONTEXT, tasks)
+
+    def general_before(self, known: Collection[str]) -> dict[str, Score]:
+        """Return the general ability of the backbone before any training, unless it is known."""
+        return {} if known else replace(self, is_bare=True).general()
+
+    def general(self) -> dict[str, Score]:
+        """Return the task of lm-eval and its metric -> score, by texts that come without a task."""
+        from raycl.training.phase.general import general_scores  # imports lm-eval, which is an extra
+
+        if self.before is not None:
+            self.before("general ability")
+        return general_scores(self.context, self.world, self.router, self.is_bare)
 
     def _titled(self, title: str, folder: str, tasks: Sequence[Task]) -> dict[str, Score]:
         if tasks and self.world.is_first:
@@ -284,13 +299,17 @@ class StreamEvaluation:
 
 def bare_rows(evaluation: StreamEvaluation, known: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return cells of the backbone before any training, of the kinds that are configured (`eval.untrained`,
-    `eval.shots`). Collective.
+    `eval.shots`, `eval.general`). Collective.
 
     Args:
         known: kind -> cells that were measured before.
     """
     settings = evaluation.context.evaluation
-    ways = {UNTRAINED: (settings.untrained, evaluation.untrained), IN_CONTEXT: (settings.shots, evaluation.in_context)}
+    ways = {
+        UNTRAINED: (settings.untrained, evaluation.untrained),
+        IN_CONTEXT: (settings.shots, evaluation.in_context),
+        GENERAL_BEFORE: (settings.general.tasks, evaluation.general_before),
+    }
     return {kind: cells | (_cells(ways[kind][1](cells)) if ways[kind][0] else {}) for kind, cells in known.items()}
 
 
@@ -322,6 +341,7 @@ class ScoredRow:
         other_row: the row that `eval.instruction` leaves out; {} where it would be the same, and before the last phase.
         summary: the method's and the modifiers', on the first worker.
         eval_s: seconds that it took.
+        general: general ability (`eval.general`), where it is measured after this phase; else {}.
     """
 
     row: dict[str, Any]
@@ -329,6 +349,7 @@ class ScoredRow:
     other_row: dict[str, Any]
     summary: dict[str, Any]
     eval_s: float
+    general: dict[str, Any] = field(default_factory=dict)
 
 
 def score_phase(
@@ -356,7 +377,9 @@ def score_phase(
         unseen = _cells(evaluation.unseen()) if is_last else {}
         observed = evaluation.observations.means(world.gather)
         summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
-        known = ScoredRow(row, unseen, {}, summary, 0.0)
+        wants_general = context.evaluation.general.tasks and (is_last or context.evaluation.general.at == "tasks")
+        general = _cells(evaluation.general()) if wants_general else {}
+        known = ScoredRow(row, unseen, {}, summary, 0.0, general)
     other: dict[str, Score] = {}
     wants_other = is_last and context.evaluation.other_row
     if wants_other and alone is not None and alone.differs(tasks_with_data(context, phase)):

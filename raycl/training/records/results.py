@@ -38,6 +38,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "unseen": _unseen(state, types) if finished else None,
         "untrained": _bare(untrained, tasks, never, types),
         "in_context": _bare(bare_cells(state, "in_context"), tasks, (), types),
+        "general": _general(state, len(phases)),
         "revision": revised and {**revised, "after": state.phases[-1]["row"]} if finished else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),
@@ -81,8 +82,9 @@ def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, floa
     return {name: value for name, value in summary(sofar, singles).items() if isinstance(value, float)}
 
 
-BARE = ("untrained", "in_context")
-"""Kinds of cells of the backbone before any training: without examples (`eval.untrained`), and with (`eval.shots`)."""
+BARE = ("untrained", "in_context", "general_before")
+"""Kinds of cells of the backbone before any training: without examples (`eval.untrained`), and with (`eval.shots`), and
+of tasks outside the stream (`eval.general`)."""
 
 
 def bare_cells(state: RunState, kind: str) -> dict[str, Any]:
@@ -118,6 +120,25 @@ def _bare(
     mean = statistics.fmean(own) if len(own) == len(tasks) else None
     unseen = _means(others, types) if others and len(others) == len(never) else None
     return {"cells": dict(cells), "mean": mean, "unseen": unseen}
+
+
+def _general(state: RunState, phases: int) -> dict[str, Any] | None:
+    """Return general ability before any training, after each phase that measured it, and after the last one; None: it
+    was not measured.
+
+    `delta` is the mean after the stream minus the mean before, over the same tasks.
+    """
+
+    def measured(cells: dict[str, Any] | None) -> dict[str, Any] | None:
+        return cells and {"cells": cells, "mean": statistics.fmean(cell["value"] for cell in cells.values())}
+
+    before = measured(bare_cells(state, "general_before"))
+    if not before:
+        return None
+    after_phases = [measured(record.get("general")) for record in state.phases]
+    after = after_phases[-1] if len(state.phases) == phases else None
+    delta = after and after["mean"] - before["mean"]
+    return {"before": before, "phases": after_phases, "after": after, "delta": delta}
 
 
 def _means(cells: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def resume_arguments(storage: Storage, tree: Tree) -> str:
     Args:
         tree: its config, which need not be validated.
     """
-    return " ".join(["--resume", shlex.quote(storage.address), *trust.as_overrides(tree)])
+    return " ".join(["--resume", shlex.quote(storage.address), *map(shlex.quote, trust.as_overrides(tree))])
 
 
 @dataclass(frozen=True)

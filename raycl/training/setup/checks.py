@@ -25,6 +25,7 @@ from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
 from raycl.metrics.run_results import read_results
+from raycl.scoring.general_ability import check_general
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.definition.task_order import SCHEDULES, epochs_of
 from raycl.training.optimizers.settings import USUAL_EPOCHS
@@ -96,6 +97,7 @@ def check(config: RunConfig) -> Stream:
     check_data(config, stream)
     check_selection(config, stream)
     check_unseen(config, stream, codec)
+    check_general(config.eval.general, codec, config.backbone.name)
     check_unknown(config, stream, codec)
     check_forms(config, skeleton, stream.tasks)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])

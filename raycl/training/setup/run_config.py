@@ -146,6 +146,24 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _general_texts_have_answers(self) -> Self:
+        if not self.eval.general.tasks:
+            return self
+        if self.method.needs_task or self.stream.schedule == "separate":
+            separate = self.stream.schedule == "separate"
+            needs = "stream.schedule=separate" if separate else f"method '{self.method.name}'"
+            raise ValueError(
+                f"eval.general.tasks is set and {needs} needs each text's task id, which texts outside the stream do "
+                "not have: leave it out for this run, or choose another method or schedule"
+            )
+        if self.eval.unknown == "refuse":
+            raise ValueError(
+                "eval.general.tasks is set and eval.unknown=refuse gives texts outside the stream no answer: expected "
+                "eval.unknown nearest or bare"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _wrapper_has_earlier_tasks(self) -> Self:
         if self.stream.schedule != "sequential" and self.method.innermost is not self.method:
             raise ValueError(

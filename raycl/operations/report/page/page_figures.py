@@ -108,6 +108,20 @@ def curves_figure(matrices: Sequence[SeedMatrix]) -> Figure:
     return figure
 
 
+def general_figure(lines: Sequence[Line]) -> Figure:
+    """Return the mean score outside the stream of each line, before any training and after the last task."""
+    figure, axes = _listed([title_of_line(line) for line in lines])
+    for place, line in enumerate(lines):
+        before, after = line.numbers["general_before"], line.numbers["general_after"]
+        if before is not None and after is not None:
+            axes.plot((before.mean, after.mean), (place, place), color="#777777", linewidth=1.4)
+            axes.plot(before.mean, place, "o", color=COLOURS[0], fillstyle="none", label="before")
+            axes.errorbar(after.mean, place, xerr=after.std, fmt="D", color=COLOURS[1], capsize=3, label="after")
+    _legend(axes)
+    axes.set_xlabel("mean score of tasks outside the stream", fontsize=9)
+    return figure
+
+
 def transfer_figure(lines: Sequence[Line]) -> Figure:
     """Return F.Ra, BWT and FWT of each line as bars with standard deviations."""
     names = [name for name in BARS if any(line.numbers[name] for line in lines)]

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from raycl.config import Tree, flatten
-from raycl.metrics.run_results import FOLDER, short_names, tasks_of
+from raycl.metrics.run_results import FOLDER, short_names, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     curves_figure,
+    general_figure,
     overlap_figure,
     scores_figure,
     title_of_line,
@@ -32,6 +33,7 @@ from raycl.operations.report.tables import (
     attention_table,
     comparison_table,
     confusion_table,
+    general_table,
     matrix_table,
     mean_matrix_table,
     output_rows_table,
@@ -81,6 +83,7 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
         _matrices(matrices),
         _curves(matrices),
         _transfer(results),
+        _general(results),
         _attention(results),
         _routing(results),
         _confusion(results),
@@ -201,6 +204,24 @@ def _overlap(results: Sequence[Tree]) -> PageSection | None:
     return PageSection(
         "Overlap under MIGU", overlap_figure(runs), lead, numbers=[output_rows_table(run) for run in runs]
     )
+
+
+def _general(results: Sequence[Tree]) -> PageSection | None:
+    """Return what runs could do outside their streams before and after them, where some of them measured it."""
+    lines = [line for line in compare(results) if line.numbers["general_after"]]
+    if not lines:
+        return None
+    names = ("general_before", "general_after", "general_delta", "general_unknown")
+    heads = ["method", "before", "after", "delta", "unknown, %"]
+    rows = [[title_of_line(line), *(points(line.numbers[name]) for name in names)] for line in lines]
+    lead = [
+        "Mean score of tasks of lm-eval outside the stream, before any training and after the last task. Unknown is "
+        "the share of their texts that the router counts as texts of no learned task."
+    ]
+    by_task = [
+        Page(Text(title_of(result)), table) for result in results if (table := general_table(result)) is not None
+    ]
+    return PageSection("General ability", general_figure(lines), lead, [Page(grid(heads, rows))], by_task)
 
 
 def _cost(results: Sequence[Tree]) -> PageSection:

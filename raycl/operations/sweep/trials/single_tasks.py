@@ -17,6 +17,7 @@ from raycl.errors import DamagedError, FormatError
 from raycl.launch import driver
 from raycl.launch.prepared_run import prepare
 from raycl.methods.registry import method_class
+from raycl.metrics.settings import GeneralConfig
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.training.setup.run_config import RunConfig, plugins_of
@@ -40,6 +41,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["stream"]["schedule"] = "separate"
     tree["eval"]["singles"] = tree["stream"]["unseen"] = None
     tree["eval"]["untrained"], tree["eval"]["shots"] = False, 0
+    tree["eval"]["general"] = configs.as_tree(GeneralConfig())  # texts of no task find no model
     tree["eval"] |= {"instruction": "given", "unknown": "nearest"}  # each text comes with its task: no router chooses
     tree["bank"]["publish"] = False
     tree["checkpoint"]["export"] = "none"
