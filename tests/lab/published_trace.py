@@ -7,7 +7,7 @@ from published_sapt import QV, Row, Settings
 # ---- TRACE: arXiv 2310.06762, code github.com/BeyonderXX/TRACE at 462e39f -------------------------------------------
 
 PAPER = (
-    "paper: section 4 (5,000 rows, 128 rows a step, prompts of 1,024 tokens and answers of 512)",
+    "paper (5,000 rows, 128 rows a step, prompts of 1,024 tokens and answers of 512)",
     {
         "stream.name": "trace",
         "stream.train_rows": None,
@@ -81,7 +81,7 @@ SCORES = {
     "vicuna-13b": ("51.7 / -5.9", "31.6 / -28.4", "56.9 / 0.6"),
     "baichuan2-7b": ("43.4 / -15.4", "43.8 / -9.0", "51.7 / 1.1"),
 }
-"""Table 1 of the paper: overall performance and backward transfer of SeqFT, LoraSeqFT and Replay."""
+"""The paper: overall performance and backward transfer of SeqFT, LoraSeqFT and Replay."""
 
 MORE_SCORES = {"trace-seqft-llama2-7b-chat": ("32.9 / -22.1", "23.0 / -19")}
 NOT_GIVEN = {
@@ -93,7 +93,7 @@ NOT_GIVEN = {
 
 def _row(kind: str, model: str, score: str) -> Row:
     name = f"trace-{kind}-{model}"
-    said = [PAPER, CODE, ("paper: section 4, appendix", KINDS[kind]), ("table 1", {"backbone.name": MODELS[model]})]
+    said = [PAPER, CODE, ("paper: rates and epochs", KINDS[kind]), ("paper: models", {"backbone.name": MODELS[model]})]
     if name == "trace-lora-baichuan2-7b":
         said.append(("queries, keys and values are one linear", {"method.target_modules": ["W_pack"]}))
     return Row("llama", tuple(said), NOT_GIVEN.get(name, ()), (score, *MORE_SCORES.get(name, ())))
