@@ -143,6 +143,12 @@ class EvalConfig(Section):
         "on the task's dev rows (of equal ones the first)",
     )
     select_epochs: int = Field(1, ge=1, description="select=best_dev: epochs between two scores")
+    at_epochs: int | None = Field(
+        None,
+        ge=1,
+        description="also evaluate a task inside itself, each time so many of its epochs have ended, on the rows of "
+        "`split`: a curve over its epochs, as in figure 3 of MIGU; null: after the task alone",
+    )
     batch_size: int = Field(
         64,
         ge=1,

@@ -6,6 +6,7 @@ evaluated again.
 
 import logging
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from raycl.scoring.scored_task import line_of
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, bare_rows, score_phase, tasks_with_data
+from raycl.training.phase.selection import EPOCH
 from raycl.training.phase.task_end import join_task
 from raycl.training.phase.trainer import OpenEngine, TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
@@ -151,6 +153,8 @@ class StreamLoop:
             times |= {name: max(times[name], value) for name, value in _memory(elsewhere).items()}
         record = {"phase": phase.index, "row": row, "times": times, "bank": done.published, "summary": score.summary}
         record |= {name: cells for name in ("unseen", "other_row", "general") if (cells := getattr(score, name))}
+        if epochs := _epochs(done.spent):
+            record["epochs"] = epochs
         for kind, cells in self._bare.items():
             known = bare_cells(self.state, kind)
             if fresh := {name: cell for name, cell in cells.items() if name not in known}:
@@ -185,6 +189,16 @@ def _scored(record: dict[str, Any]) -> ScoredRow:
     times = record["times"]
     unseen, general = record.get("unseen", {}), record.get("general", {})
     return ScoredRow(record["row"], unseen, {}, record["summary"], times["eval_s"], general)
+
+
+def _epochs(spent: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the task -> epoch -> score inside the phase (`eval.at_epochs`)."""
+    curves: dict[str, dict[str, float]] = {}
+    for key, value in spent.items():
+        if key.startswith(EPOCH):
+            epoch, _, task = key.removeprefix(EPOCH).partition("/")
+            curves.setdefault(task, {})[epoch] = value
+    return curves
 
 
 def _memory(record: dict[str, Any] | None) -> dict[str, float]:

@@ -82,7 +82,7 @@ def matrix_table(result: Tree) -> Page:
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+z.1f')}" for name in ("fwt", "bwt")]
     over_m, weighted = _number(metric_of(result, "bwt_m"), "+z.1f"), _number(metric_of(result, "average_accuracy"))
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
-    parts = (_other_row, _accuracies, _unseen, _general, _revision, _starts, _routing, _notes)
+    parts = (_other_row, _accuracies, _unseen, _general, _epochs, _revision, _starts, _routing, _notes)
     below = [content for part in parts for content in part(result)]
     return Page(Text(title_of(result)), table, Text(headline), *below)
 
@@ -326,6 +326,16 @@ def _measured_phases(result: Tree) -> dict[str, Tree]:
     """Return title -> general ability after each phase that measured it."""
     pairs = zip(result["phases"], result["general"]["phases"], strict=False)
     return {f"after {phase}": cells for phase, cells in pairs if cells}
+
+
+def _epochs(result: Tree) -> list[RenderableType]:
+    """Return the scores of tasks inside themselves, by epoch (`eval.at_epochs`)."""
+    curves = result.get("epochs") or {}
+    if not curves:
+        return []
+    epochs = sorted({int(epoch) for curve in curves.values() for epoch in curve})
+    lines = ([task, *(_number(curve.get(str(epoch))) for epoch in epochs)] for task, curve in curves.items())
+    return [grid(["after epoch", *map(str, epochs)], lines)]
 
 
 def _general(result: Tree) -> list[RenderableType]:

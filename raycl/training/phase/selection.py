@@ -13,7 +13,7 @@ from torch import Tensor
 from raycl.methods.base import trained_names
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share
-from raycl.training.phase.evaluation import dev_score
+from raycl.training.phase.evaluation import StreamEvaluation, dev_score
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
@@ -23,6 +23,9 @@ log: logging.Logger = logging.getLogger("raycl")
 KEPT = "selected"
 """`<parameter>/selected` in a checkpoint inside a task: the best weights, beside the moments of the optimizer."""
 
+EPOCH = "epoch/"
+"""Begins the keys `epoch/NUMBER/TASK` of scores inside a task (`eval.at_epochs`) in a checkpoint's `spent`."""
+
 SCORE, STEP = "selected_score", "selected_step"
 """Keys of the best score so far, and the step that had it, in a checkpoint's `spent`."""
 
@@ -31,7 +34,7 @@ class Selection:
     """The best weights of one phase so far.
 
     Attributes:
-        spent: score and step of the best, for the checkpoint; {} before the first score.
+        spent: score and step of the best, and scores of epochs, for the checkpoint; {} before the first score.
         best: on the CPU, this worker's part of them, as it writes them to checkpoints; None: the last ones count.
     """
 
@@ -49,12 +52,17 @@ class Selection:
         self._every = steps_per_epoch * context.evaluation.select_epochs
         self.spent: dict[str, float] = {}
         self.best: Share | None = None
+        self._steps_per_epoch = steps_per_epoch
+        if resume is not None:
+            self.spent |= {key: value for key, value in resume.spent.items() if key.startswith(EPOCH)}
         if resume is not None and SCORE in resume.spent:
-            self.spent = {key: resume.spent[key] for key in (SCORE, STEP)}
+            self.spent |= {key: resume.spent[key] for key in (SCORE, STEP)}
             self.best = self._own({name: resume.optimizer[f"{name}/{KEPT}"] for name in resume.parameters})
 
     def after_step(self, step: int, steps: int) -> None:
-        """Score the dev rows where an epoch ends, and keep the weights if they are better. Collective."""
+        """Score the dev rows where an epoch ends, and keep the weights if they are better; score the rows of
+        `eval.at_epochs`. Collective."""
+        self._note_epoch(step)
         if self._context.evaluation.select == "last" or (step % self._every and step < steps):
             return
         context = self._context
@@ -64,9 +72,21 @@ class Selection:
         if self._world.is_first:
             log.info("    dev after step %-6d %18.1f%s", step, score, "  (best so far)" if is_best else "")
         if is_best:
-            self.spent = {SCORE: score, STEP: float(step)}
+            self.spent |= {SCORE: score, STEP: float(step)}
             self.best = None  # its memory is free before the next takes as much
             self.best = self._own()
+
+    def _note_epoch(self, step: int) -> None:
+        """Score the phase's tasks by the model in training where an epoch of `eval.at_epochs` ends."""
+        every = self._context.evaluation.at_epochs
+        if every is None or step % (every * self._steps_per_epoch):
+            return
+        epoch = step // self._steps_per_epoch
+        for name, score in StreamEvaluation(self._context, self._world).scores(self._phase.tasks).items():
+            self.spent[f"{EPOCH}{epoch}/{name}"] = score.value
+            if self._world.is_first:
+                log.info("    after epoch %-6d %-16s %5.1f", epoch, name, score.value)
+        self._context.backbone.train()
 
     def _own(self, values: Mapping[str, Tensor] | None = None) -> Share:
         """Copy this worker's part of the weights, or of complete `values` for them."""

@@ -39,6 +39,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "untrained": _bare(untrained, tasks, never, types),
         "in_context": _bare(bare_cells(state, "in_context"), tasks, (), types),
         "general": _general(state, len(phases)),
+        "epochs": {task: curve for record in state.phases for task, curve in record.get("epochs", {}).items()},
         "revision": revised and {**revised, "after": state.phases[-1]["row"]} if finished else None,
         "metrics": summary(matrix, info.singles),
         "averages": averages(matrix),

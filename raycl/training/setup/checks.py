@@ -246,6 +246,11 @@ def check_selection(config: RunConfig, stream: Stream) -> None:
     Raises:
         ConfigError: a task without dev rows, or an engine that shards the weights.
     """
+    if config.eval.at_epochs and isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
+        raise ConfigError(
+            f"eval.at_epochs={config.eval.at_epochs} evaluates inside a task, where engine.zero_stage=3 has no whole "
+            "weights: use zero_stage 0, 1 or 2, or engine=torch"
+        )
     if config.eval.select == "last":
         return
     without = [task.name for task in stream.tasks if stream.has_data(task) and not len(stream.rows(task, "dev"))]

@@ -108,6 +108,28 @@ def curves_figure(matrices: Sequence[SeedMatrix]) -> Figure:
     return figure
 
 
+def epochs_figure(results: Sequence[Tree]) -> Figure:
+    """Return the score of each task over its own epochs, a panel for each run."""
+    rows = math.ceil(len(results) / COLUMNS)
+    figure = new_figure(COLUMNS * PANEL, rows * 2.4)
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat)
+    for axes, result, title in zip(panels, results, labels(results), strict=False):
+        for number, (task, curve) in enumerate(result["epochs"].items()):
+            points = sorted((int(epoch), value) for epoch, value in curve.items())
+            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=task)
+        axes.set_title(title.partition(" on ")[0], fontsize=9, loc="left")
+        axes.set_xlabel("epochs of the task", fontsize=8)
+        axes.set(ylim=(-3, 103))
+        axes.legend(frameon=False, fontsize=7)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    for axes in panels[len(results) :]:
+        axes.set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
 def general_figure(lines: Sequence[Line]) -> Figure:
     """Return the mean score outside the stream of each line, before any training and after the last task."""
     figure, axes = _listed([title_of_line(line) for line in lines])

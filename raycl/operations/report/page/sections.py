@@ -14,6 +14,7 @@ from raycl.metrics.run_results import FOLDER, short_names, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     curves_figure,
+    epochs_figure,
     general_figure,
     overlap_figure,
     scores_figure,
@@ -82,6 +83,7 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
         *(_verdict_section(some) for some in verdicts if some),
         _matrices(matrices),
         _curves(matrices),
+        _epochs(results),
         _transfer(results),
         _general(results),
         _attention(results),
@@ -204,6 +206,16 @@ def _overlap(results: Sequence[Tree]) -> PageSection | None:
     return PageSection(
         "Overlap under MIGU", overlap_figure(runs), lead, numbers=[output_rows_table(run) for run in runs]
     )
+
+
+def _epochs(results: Sequence[Tree]) -> PageSection | None:
+    """Return the scores of tasks inside themselves over their epochs, where some run measured them."""
+    curved = [result for result in results if result.get("epochs")][:MOST_CURVES]
+    if not curved:
+        return None
+    tables = [matrix_table(result) for result in curved]
+    lead = ["The score of a task while it is trained, by the model in training, after its epochs (eval.at_epochs)."]
+    return PageSection("Epochs of a task", epochs_figure(curved), lead, numbers=tables)
 
 
 def _general(results: Sequence[Tree]) -> PageSection | None:
