@@ -48,6 +48,22 @@ SCRIPT_EPOCHS: Settings = {
 WHOLE = {"train.learning_rate": 1e-5, "train.micro_batch_size": 2, **PAPER_EPOCHS}
 ADAPTER = {"method.r": 8, "method.lora_alpha": 32, "method.lora_dropout": 0.1, "method.target_modules": QV}
 
+ATTENTION = ["attention.query", "attention.key", "attention.value", "attention.out"]
+TREE_SCRIPT: tuple[str, Settings] = (
+    "code: scripts/lora_based_methods/Tree_LoRA.sh of TreeLoRA at c6a9b6d (500 rows, 4 GPUs of 8 micro-batches of 1)",
+    {
+        "stream.name": "trace-500",
+        "train.epochs": 2,
+        "train.epochs_by_task": {"C-STANCE": 2, "FOMC": 1, "MeetingBank": 3, "ScienceQA": 1, "20Minuten": 3},
+        "train.batch_size": 32,
+        "train.micro_batch_size": 1,
+        "train.learning_rate": 1e-4,
+        "train.lr_scheduler": "cosine",
+        "engine.zero_stage": 2,
+        "launch.workers": 4,
+    },
+)
+
 KINDS: dict[str, Settings] = {
     "seqft": {"method.name": "finetune", **WHOLE},
     "lora": {
@@ -124,5 +140,40 @@ TRACE: dict[str, Row] = {
             ),
         ),
         scores=("41.3 / 6.2", "42.78 / 7.16"),
+    ),
+    "trace-treelora-llama2-7b-chat": Row(
+        "llama",
+        (
+            PAPER,
+            CODE,
+            TREE_SCRIPT,
+            (
+                "code: training/main.py and my_peft of TreeLoRA",
+                {**ADAPTER, "method.name": "treelora", "method.weight": 0.5, "method.target_modules": ATTENTION},
+            ),
+        ),
+        scores=("43.52 / 3.46",),
+    ),
+    "trace-moram-llama2-7b-chat": Row(
+        "llama",
+        (
+            PAPER,
+            CODE,
+            TREE_SCRIPT,
+            (
+                "code: TRACE/runner_moram.sh and training/main.py of MoRAM",
+                {
+                    **ADAPTER,
+                    "method.name": "moram",
+                    "method.lora_alpha": 16,
+                    "method.top_k": 8,
+                    "method.temperature": 0.03,
+                    "method.threshold": 0.2,
+                    "method.target_modules": ATTENTION,
+                    "train.learning_rate": 5e-4,
+                },
+            ),
+        ),
+        scores=("44.54 / 1.37",),
     ),
 }
