@@ -1,0 +1,29 @@
+"""Suites of general ability: their tasks exist in lm-eval, and a delta is that of TRACE's table."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from raycl.metrics.settings import GeneralConfig
+from raycl.scoring.general_ability import SUITES, names_of
+
+PUBLISHED = {
+    "untrained": (46.56, 26.08, 40.23, 23.47, 70.55, 76.22),
+    "LoraSeqFT": (42.28, 14.71, 33.61, 21.72, 53.43, 75.19),
+    "SeqFT": (46.43, 3.49, 30.11, 33.23, 77.89, 76.5),
+}
+
+
+def test_tasks_of_suites_exist() -> None:
+    assert names_of(GeneralConfig(tasks=tuple(SUITES))) == list(dict.fromkeys(sum(SUITES.values(), ())))
+    assert len(SUITES["trace"]) == len(PUBLISHED["untrained"])
+
+
+@pytest.mark.parametrize(("row", "delta"), [("LoraSeqFT", -7.03), ("SeqFT", -2.58)])
+def test_the_difference_of_means_is_traces_delta(row: str, delta: float) -> None:
+    """Results have the mean after the stream minus the mean before; TRACE has the mean of the differences."""
+    after, before = PUBLISHED[row], PUBLISHED["untrained"]
+    assert fmean(after) - fmean(before) == pytest.approx(delta, abs=0.006)
+    assert fmean(map(float.__sub__, after, before)) == pytest.approx(delta, abs=0.006)
