@@ -44,9 +44,10 @@ def prompts_of(kind: str) -> tuple[str, ...]:
 
 CASES = [(*pair, prompt) for pair in SERVED for prompt in prompts_of(pair[0])]
 SAMPLE = [
-    (*pair, prompts_of(pair[0])[number % len(prompts_of(pair[0]))]) for number, pair in enumerate(sampled(SERVED))
+    *((*pair, prompts_of(pair[0])[number % len(prompts_of(pair[0]))]) for number, pair in enumerate(sampled(SERVED))),
+    ("llama", "moelora", "conversations"),
 ]
-"""Runs that other suites look at too, in turn with each prompt."""
+"""Runs that other suites look at too, in turn with each prompt, and a router of conversations that chooses no task."""
 
 
 def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
@@ -113,7 +114,8 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     gives_task = method == "separate" or context.method.config.needs_task
     chooses = context.method.config.chooses_task and method != "separate"
     is_alike = len(set(prompts.values())) == 1 and not chooses  # nothing that a router reads
-    assert bool(result.other_row) == chooses, "methods must say whether they choose"
+    is_other_text = prompt == "conversations" and context.method.config.knows_texts  # without the system messages
+    assert bool(result.other_row) == (chooses or is_other_text), "methods must say whether they choose"
     with listening(bank) as wire:
         for task in result.row:
             texts, given = rows_of(storage, folder_of(context), task)
