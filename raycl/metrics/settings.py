@@ -39,8 +39,8 @@ class GeneralConfig(Section):
     tasks: tuple[str, ...] = Field(
         (),
         description="what is evaluated beside the stream (pip install 'raycl[eval]'): the suites arc, piqa, "
-        "winogrande, hellaswag, mmlu-subset, ifeval, slm, migu and trace, and the name of any task, group or tag that "
-        "lm-eval or a file in include_path has. (): nothing",
+        "winogrande, hellaswag, mmlu-subset, ifeval, slm-zero-shot, migu-zero-shot and trace, and any task, group or "
+        "tag that lm-eval or a file in include_path has. (): nothing",
     )
     include_path: PathOrUri = Field(
         None,

@@ -43,13 +43,13 @@ SUITES: Mapping[str, tuple[str, ...]] = {
         *("mmlu_nutrition", "mmlu_professional_accounting", "mmlu_astronomy", "mmlu_high_school_mathematics"),
     ),
     "ifeval": ("ifeval",),
-    "slm": ("arc_challenge", "arc_easy", "piqa", "winogrande"),
-    "migu": ("hellaswag", "winogrande", "arc_challenge"),
+    "slm-zero-shot": ("arc_challenge", "arc_easy", "piqa", "winogrande"),
+    "migu-zero-shot": ("hellaswag", "winogrande", "arc_challenge"),
     "trace": ("mmlu", "gsm8k_cot", "bbh_cot_fewshot", "tydiqa_goldp_en", "boolq", "piqa"),
 }
-"""Name -> tasks of lm-eval; of MMLU two subjects of each of its four areas. slm: SLM's zero-shot evaluation (table 6);
-migu: that of MIGU's figure 3; trace: the six of TRACE, which measures them by OpenCompass, TyDiQA in all languages and
-MMLU with five examples."""
+"""Name -> tasks of lm-eval; of MMLU two subjects of each of its four areas. slm-zero-shot: table 6 of SLM;
+migu-zero-shot: figure 3 of MIGU; trace: the six of TRACE, which measures them by OpenCompass, TyDiQA in all languages
+and MMLU with five examples."""
 
 METRICS = (
     *("acc_norm", "acc", "exact_match", "em", "prompt_level_strict_acc", "pass@1", "mc2", "f1"),
