@@ -34,12 +34,12 @@ DASHBOARD = True
 NAMES = ("colour", "animal", "again")
 
 
-def three(lab: Lab, folder: Path, workers: int, at_once: int, **train: object) -> RunConfig:
-    """Return a run of three tasks in `folder`."""
+def three(lab: Lab, folder: Path, workers: int, at_once: int, count: int = 3, **train: object) -> RunConfig:
+    """Return a run of three tasks in `folder`, or of the first `count` of them."""
     return lab.config(
         "bert",
         "epi",
-        stream={"tasks": [*lab.tasks, {**lab.tasks[0], "name": "again"}], "dev_fraction": 0.3},
+        stream={"tasks": [*lab.tasks, {**lab.tasks[0], "name": "again"}][:count], "dev_fraction": 0.3},
         launch={"workers": workers, "cpus_per_worker": 1 / workers, "parallel_tasks": at_once},
         output={"dir": str(folder.parent), "name": folder.name, "exists": "resume"},
         train=train,
@@ -81,11 +81,11 @@ def test_groups_of_one_worker_stay_and_one_that_is_killed_is_replaced(
 
 def test_groups_of_two_workers_learn_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
     for name, at_once in (("whole", 1), ("split", 2)):
-        driver.train(prepare(three(lab, tmp_path / name, 2, at_once)))
+        driver.train(prepare(three(lab, tmp_path / name, 2, at_once, count=2)))
     whole, split = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "split")
     assert_equal(whole, split)
-    folders = [split.sub(f"tasks/{index:03d}-{name}") for index, name in enumerate(NAMES)]
-    assert [read_state(folder).attempts[0]["workers"] for folder in folders] == [2, 2, 2]
+    folders = [split.sub(f"tasks/{index:03d}-{name}") for index, name in enumerate(NAMES[:2])]
+    assert [read_state(folder).attempts[0]["workers"] for folder in folders] == [2, 2]
 
 
 def test_sweeps_and_comparisons_have_runs_whose_tasks_are_learned_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
