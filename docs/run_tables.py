@@ -9,6 +9,8 @@ the CSV files beside it, which have one line a run. Verdicts are those of `raycl
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -77,7 +79,11 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "BWT": _points("bwt"),
     "alone": lambda study, row: points(Spread.over(study.alone(row))),
     "time": lambda study, row: f"{study.numbers(row, 'wall_s')[0]:.0f} s",
-    "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"))),
+    "before": _points("general_before"),
+    "after": _points("general_after"),
+    "change": _points("general_delta"),
+    "to the bare model": _points("general_unknown"),
+    "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"), default=0)),
     "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
 }
 """Head -> cell of a row. The time is that of the first seed."""
@@ -144,6 +150,35 @@ def claims(definition: dict[str, Any], results: Path = RESULTS) -> str:
     return markdown(heads, lines)
 
 
+def searched(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """Return a table of Markdown: what each method was searched over, with how many trials, and what was chosen.
+
+    Args:
+        definition: `searched`: a CSV file of a sweep's trials in `searches/`. `rows`: what the trials were scored on.
+        results: folder of `searches/`.
+    """
+    with (results / "searches" / f"{definition['searched']}.csv").open(encoding="utf-8", newline="") as lines:
+        trials = [trial for trial in csv.DictReader(lines) if trial["state"] == "done"]
+    by_method: dict[str, list[dict[str, str]]] = {}
+    for trial in sorted(trials, key=lambda trial: int(trial["trial"])):
+        method, modifiers = json.loads(trial["method"]), trial.get("modifiers", "")
+        by_method.setdefault("+".join([method["name"], *json.loads(modifiers or "[]")]), []).append(trial)
+    written = []
+    for name, some in sorted(by_method.items()):
+        methods = [json.loads(trial["method"]) for trial in some]
+        own = {key: list(dict.fromkeys(json.dumps(method.get(key)) for method in methods)) for key in methods[0]}
+        varied = [f"{key}: {' or '.join(values)}" for key, values in own.items() if len(values) > 1]
+        rates = list(dict.fromkeys(trial["train.learning_rate"] for trial in some))
+        scores = [float(trial["ap"]) for trial in some]
+        chosen = some[scores.index(max(scores))]
+        kept = [f"{key}: {json.dumps(json.loads(chosen['method'])[key])}" for key in own if len(own[key]) > 1]
+        cells = [f"`{name}`", str(len(some)), " or ".join(rates), ", ".join(varied)]
+        cells += [", ".join([chosen["train.learning_rate"], *kept]), f"{max(scores):.1f}", f"{min(scores):.1f}"]
+        written.append(cells)
+    heads = ["method", "trials", "rates", "its own setting", "chosen", "AP of the chosen", "of the worst"]
+    return markdown(heads, written)
+
+
 def best(definition: dict[str, Any], results: Path = RESULTS) -> str:
     """A table of Markdown: rows of several seeds, in groups by their verdict against the one with the highest AP.
 
@@ -170,6 +205,10 @@ def _told(verdict: Verdict, words: dict[str, str]) -> list[str]:
     return [seeds, words.get(verdict.word, verdict.word), verdict.what_could_tell]
 
 
+KINDS = {"claims": claims, "best": best, "searched": searched}
+"""Key of a definition -> what writes its table; without such a key it is a table of runs."""
+
+
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table of Markdown."""
     rows = [heads, *lines]
@@ -189,7 +228,7 @@ def with_tables(page: str, results: Path = RESULTS) -> str:
         if match[1] not in defined:
             raise ValueError(f"tables.yaml has no table '{match[1]}': expected one of {', '.join(defined)}")
         definition = defined[match[1]]
-        make = claims if "claims" in definition else best if "best" in definition else table
+        make = next((KINDS[key] for key in KINDS if key in definition), table)
         made = make(definition, results)
         return f"<!-- table: {match[1]} -->\n\n{made}\n\n<!-- /table -->"
 

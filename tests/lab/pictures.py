@@ -4,6 +4,14 @@
     python tests/lab/pictures.py runs/pictures --status    # while it trains its last task
     python tests/lab/pictures.py runs/pictures             # when it has ended: about four minutes
 
+and from a run of a chat model on texts of its own, the answer to one of them (`docs/playground-chat.png`):
+
+    python tests/lab/pictures.py runs/smollm2-long6/slm-start-s0 --text "Shares of the airline fell after a strike."
+
+and of a comparison its page, from the top (`docs/report.png`):
+
+    python tests/lab/pictures.py runs/smollm2-long6 --report
+
 The endpoint gets the built-in tasks' test rows, a few texts of no task and requests for a task that does not exist;
 answers, times and scores are its own.
 """
@@ -18,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from chromium import ARGUMENTS
@@ -31,17 +40,19 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 FOREIGN = ("Preheat the oven to 180 degrees and butter the tin.", "E = m c^2", "der Zug nach Basel hat Verspätung")
 REQUESTS, SECONDS, SPAN_S = 150, 240, "600"
 """Requests before the picture of metrics, over about this time; the page then shows this span."""
-WIDTH = 1280
+WIDTH, PART = 1280, 1800
+"""Pixels of a picture, and the height of one that shows a page's first part."""
 
 
-def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None]) -> None:
-    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the whole page after `arrange(page)`."""
+def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None], whole: bool = True) -> None:
+    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the page after `arrange(page)`, whole or its first part."""
     for scheme in SCHEMES:
         page = window(browser, WIDTH, scheme)
         page.goto(url)
         arrange(page)
         path = DOCS / f"{name}{'-dark' if scheme == 'dark' else ''}.png"
-        page.screenshot(path=path, full_page=True)
+        clip = None if whole else {"x": 0, "y": 0, "width": WIDTH, "height": PART}
+        page.screenshot(path=path, full_page=True, clip=clip)
         page.context.close()
         sys.stdout.write(f"wrote {path}\n")
 
@@ -51,10 +62,11 @@ def shown_status(page: Page) -> None:
     page.wait_for_timeout(4000)
 
 
-def shown_answer(page: Page) -> None:
-    page.fill("#text", next(text for text, _ in rows("question_type", "test", 1, 7)))
+def shown_answer(page: Page, text: str | None = None) -> None:
+    page.fill("#text", text or next(text for text, _ in rows("question_type", "test", 1, 7)))
     page.press("#text", "Control+Enter")
-    expect(page.locator("#auto")).to_have_attribute("data-state", "done")
+    for card in page.locator("article.card[data-state]").all() if text else [page.locator("#auto")]:
+        expect(card).to_have_attribute("data-state", "done", timeout=60_000)
     page.wait_for_timeout(1000)
 
 
@@ -76,8 +88,10 @@ def ask(served: Served) -> None:
 def main() -> int:
     """Make the pictures of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("run", help="folder of a run; with --report that of a comparison")
+    parser.add_argument("--report", action="store_true", help="the page of its report, and no other")
     parser.add_argument("--status", action="store_true", help="the page of its status, and no other")
+    parser.add_argument("--text", help="the picture of this text's answers, and no other")
     options = parser.parse_args()
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
@@ -87,6 +101,13 @@ def main() -> int:
                 url = re.search(r"http://\S+", page.stdout.readline())
                 saved(browser, "status", url[0], shown_status)
                 page.terminate()
+        elif options.report:
+            page = Path(options.run, "report.html").resolve()
+            saved(browser, "report", page.as_uri(), lambda _: None, whole=False)
+        elif options.text:
+            with serving(f"{options.run}/bank") as served:
+                arrange = partial(shown_answer, text=options.text)
+                saved(browser, "playground-chat", f"{served.url}/", arrange)
         else:
             with serving(f"{options.run}/bank") as served:
                 ask(served)

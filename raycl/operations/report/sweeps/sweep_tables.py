@@ -42,7 +42,7 @@ def group_table(summary: Tree) -> Page:
 
 def sweep_csv(summary: Tree) -> str:
     """Return all trials in full precision; lists and mappings as JSON."""
-    numbers = ("ap", "f_ra", "bwt", "fwt")
+    numbers = [name for name in ("ap", "f_ra", "bwt", "fwt") if name not in summary["metric"]]
     columns = ("tasks", "forked_tasks", "train_s", "wall_s", "error")
     lines: list[list[Any]] = [["trial", "state", *summary["paths"], *summary["metric"], *numbers, *columns]]
     for row in summary["rows"]:

@@ -159,6 +159,9 @@ def test_all_files_are_written(four: Written) -> None:
     assert names == {"summary.txt", "summary.csv", "best.yaml", "report.html", "parallel.png", "sensitivity.png"}
     assert "67.50 ± 3.54" in said and "failed" in said and "stopped" in said and "best" in said
     rows = list(csv.DictReader(io.StringIO(four.folder.storage.read("summary.csv").decode())))
+    assert len(rows[0]) == len(four.folder.storage.read("summary.csv").decode().splitlines()[0].split(",")), (
+        "no name twice"
+    )
     assert [row["trial"] for row in rows] == ["2", "3", "1", "4", "6", "5"]
     assert float(rows[0]["ap"]) == 70.0 and rows[0]["train.learning_rate"] == "0.01"
     assert rows[-1]["error"] == "the loss is nan"
