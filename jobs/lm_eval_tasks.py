@@ -1,7 +1,7 @@
 """Write task files of lm-eval for tasks in the layout of SuperNI, to measure general ability on texts outside a stream.
 
 python jobs/lm_eval_tasks.py DATA/superni FOLDER task591_sciq_answer_generation task875_emotion_classification
-raycl train CONFIG eval.general.include_path=FOLDER 'eval.general.tasks=[superni]'
+raycl train jobs/configs/best.yaml eval.general.include_path=FOLDER 'eval.general.tasks=[superni]'
 
 Each row of a task's test.json becomes a question with choices, whose likelihoods are compared: all labels of a task
 with few, otherwise the row's own answer and three of other rows. The tag `superni` names all of them. FOLDER gets the

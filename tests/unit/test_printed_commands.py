@@ -97,6 +97,9 @@ def check(line: str, patch: pytest.MonkeyPatch) -> None:
         if rest[0] == "jobs/benchmark.py":
             benchmark_parser(rest[1:]).parse_args(rest[1:])
             return
+        if rest[0] == "jobs/lm_eval_tasks.py":
+            assert len(rest) > 3, "it takes the data, the folder of the task files and tasks"
+            return
         head, rest = "raycl", [Path(rest[0]).stem.removesuffix("_stream"), *rest[1:]]
     if head == "raycl":
         by_raycl(rest)
