@@ -98,7 +98,18 @@ def snapshot(complete: Complete) -> tuple[Bank, Snapshot]:
 def judged(
     capsys: pytest.CaptureFixture[str], bank: Bank, folder: Path, judge: Judge, *more: str
 ) -> tuple[int, str, str]:
-    given = [str(folder), "--url", judge.url, "--model", "stand-in", "--to", str(folder.parent / "judged"), *more]
+    given = [
+        str(folder),
+        "--url",
+        judge.url,
+        "--model",
+        "stand-in",
+        "--to",
+        str(folder.parent / "judged"),
+        "--wait-s",
+        "0",
+        *more,
+    ]
     status = main(["judge", bank.storage.uri, *given, "--max-tokens", "6"])
     out, err = capsys.readouterr()
     return status, out, err
@@ -195,11 +206,9 @@ def test_a_judge_that_gives_no_verdict_is_one_sentence(
     prompts: Path,
     judge: Judge,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     break_it: Any,
     sentence: str,
 ) -> None:
-    monkeypatch.setattr("raycl.serve.offline.judge_endpoint.TRIES", 2)
     break_it(judge)
     status, _, err = judged(capsys, snapshot[0], prompts, judge, "--limit", "1")
     assert status != 0 and re.search(sentence, err)
@@ -228,6 +237,12 @@ def foreign_journal(folder: Path) -> None:
     (folder.parent / "judged" / FILE).write_text('{"prompt": "x"}\n')
 
 
+def other_outcome(folder: Path) -> None:
+    (folder.parent / "judged").mkdir()
+    line = {"aspect": "helpful", "prompt": "x", "before": "a", "after": "b", "judge": "m", "outcome": "wim"}
+    (folder.parent / "judged" / FILE).write_text(json.dumps(line) + "\n")
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -235,7 +250,8 @@ def foreign_journal(folder: Path) -> None:
         (other_field, "Koala/test.json, row 1: the prompt is a missing value: expected a string"),
         (empty_prompt, "Koala/test.json, row 1: the prompt is empty: expected at least one word"),
         (cut, "Koala/test.json, row 3: malformed JSON"),
-        (foreign_journal, "judged.jsonl, line 1: KeyError('aspect'): expected a judged prompt"),
+        (other_outcome, r"judged.jsonl, line 1: outcome: Input should be 'win', 'tie' or 'loss': expected a judged"),
+        (foreign_journal, "judged.jsonl, line 1: aspect: Field required: expected a judged prompt"),
     ],
 )
 def test_damaged_files_are_named_before_the_judge_is_asked(
@@ -269,3 +285,12 @@ def test_an_address_that_cannot_be_used_is_refused(
     judge.url = url
     status, _, err = judged(capsys, snapshot[0], prompts, judge)
     assert status != 0 and sentence in err and "word@" not in err
+
+
+def test_judged_texts_may_hold_any_line_separator(
+    snapshot: tuple[Bank, Snapshot], prompts: Path, judge: Judge, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (prompts.parent / "judged").mkdir()
+    line = {"aspect": "helpful", "prompt": "x\u2028y", "before": "a\x85", "after": "b", "judge": "m", "outcome": "win"}
+    (prompts.parent / "judged" / FILE).write_text(json.dumps(line, ensure_ascii=False) + "\n")
+    assert judged(capsys, snapshot[0], prompts, judge, "--limit", "1")[0] == 0

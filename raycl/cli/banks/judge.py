@@ -24,6 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="NAME", help="the judge's model there")
     parser.add_argument("--key-env", metavar="NAME", help="variable with the endpoint's key (default: OPENAI_API_KEY)")
     parser.add_argument("--at-once", metavar="N", type=int, help="requests at the same time (default: 8)")
+    parser.add_argument("--timeout-s", metavar="S", type=float, help="seconds for a verdict (default: 120)")
+    parser.add_argument(
+        "--wait-s", metavar="S", type=float, help="seconds before a request is sent again, twice each time (default: 2)"
+    )
     parser.add_argument("--to", default="judged", metavar="FOLDER", help="judged prompts (default: judged)")
     parser.add_argument("--limit", metavar="N", type=int, help="prompts of each set (default: all)")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: 512)")
@@ -31,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell the folder from settings."""
+    """Separate the folder from settings."""
     options.overrides = [word for word in options.words if is_override(word)]
     folders = [word for word in options.words if not is_override(word)]
     if len(folders) != 1:
@@ -47,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.serve.offline.judged_answers import compare, prompt_sets
 
     log_to_stderr(options)
-    given = {name: getattr(options, name) for name in ("url", "model", "key_env", "at_once")}
+    given = {name: getattr(options, name) for name in ("url", "model", "key_env", "at_once", "timeout_s", "wait_s")}
     judge = configs.validate(JudgeConfig, {name: value for name, value in given.items() if value is not None})
     sets = prompt_sets(options.folder, options.limit)
     with predict.open_model(options) as model:

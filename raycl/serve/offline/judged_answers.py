@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
 
 from raycl.config import Tree
 from raycl.data.sources.conversation import Message
@@ -30,6 +32,21 @@ log: logging.Logger = logging.getLogger("raycl")
 ASPECTS: tuple[Aspect, ...] = get_args(Aspect)
 FILE = "judged.jsonl"
 """Name of the file of judged prompts in its folder."""
+
+
+class JudgedPair(BaseModel):
+    """A line of the file of judged prompts, as far as a later start reads it.
+
+    Attributes:
+        judge: name of the judge's model.
+    """
+
+    aspect: Aspect
+    prompt: str
+    before: str
+    after: str
+    outcome: Outcome
+    judge: str
 
 
 @dataclass(frozen=True)
@@ -185,16 +202,16 @@ def _known(file: Path, model: str) -> dict[Pair, Outcome]:
         text = text[: text.rfind("\n") + 1]
         file.write_text(text, encoding="utf-8")
     known: dict[Pair, Outcome] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            record: dict[str, Any] = json.loads(line)
-            pair = Pair(*(record[name] for name in ("aspect", "prompt", "before", "after")))
-            result, judge = cast(Outcome, record["outcome"]), record["judge"]
-        except (ValueError, KeyError, TypeError) as error:
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), start=1):
+        try:  # texts may hold other line separators, which JSON leaves as they are
+            record = JudgedPair.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
             raise DataError(
-                f"{file}, line {number}: {error!r}: expected a judged prompt as raycl judge writes it; repair or "
-                "remove the line, or name another folder with --to"
+                f"{file}, line {number}: {f'{where}: ' if where else ''}{first['msg']}: expected a judged prompt as "
+                "raycl judge writes it; repair or remove the line, or name another folder with --to"
             ) from error
-        if judge == model:
-            known[pair] = result
+        if record.judge == model:
+            known[Pair(record.aspect, record.prompt, record.before, record.after)] = record.outcome
     return known
