@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
@@ -70,7 +71,8 @@ def test_log_likelihoods_are_those_of_transformers_in_any_batch(backbone: Backbo
 def test_workers_share_out_requests_and_get_all_results(backbone: Backbone) -> None:
     """Each worker computes as many batches as the others, and their results together are those of one."""
     alone = harness(backbone, 3).loglikelihood(PAIRS)
-    everyone, given, passes = Barrier(3), dict[int, Any](), [0, 0, 0]
+    everyone, given, passes = Barrier(3, timeout=60), dict[int, Any](), [0, 0, 0]
+    backbones = [copy.deepcopy(backbone) for _ in range(3)]  # a worker is a process of its own
 
     def results(rank: int) -> list[tuple[float, bool]]:
         def gather(value: Any) -> list[Any]:
@@ -81,7 +83,7 @@ def test_workers_share_out_requests_and_get_all_results(backbone: Backbone) -> N
         def route(batch: Batch) -> None:
             passes[rank] += 1
 
-        return harness(backbone, 3, share=(rank, 3), gather=gather, route=route).loglikelihood(PAIRS)
+        return harness(backbones[rank], 3, share=(rank, 3), gather=gather, route=route).loglikelihood(PAIRS)
 
     with ThreadPoolExecutor(3) as workers:
         shared = list(workers.map(results, range(3)))
