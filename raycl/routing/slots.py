@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing import slot_index
+from raycl.routing.code_index import EXACT_UP_TO
 from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights, sparse_weights
-from raycl.routing.statistics import Discriminant, OodCalibrator, Statistics, likeliest, sample_rows
+from raycl.routing.statistics import NEAREST, Discriminant, NearestTasks, OodCalibrator, Statistics, sample_rows
 from raycl.types import Mixture, RouterState
 
 Kind = Literal["keys", "discriminant"]
@@ -163,12 +163,14 @@ class SlotRouter:
             self._names = tuple([f"{slot}-{group}" for group in groups for slot in slots] if self.per_group else slots)
         return self._names
 
-    def route(self, queries_BC: Tensor, only: Sequence[str] | None = None, scores_BT: Tensor | None = None) -> Mixture:
+    def route(
+        self, queries_BC: Tensor, only: Sequence[str] | None = None, nearest: NearestTasks | None = None
+    ) -> Mixture:
         """Return the mixture of each query.
 
         Args:
             only: the task of each query, whose slots alone may be chosen (SLM-TI, training within a task); None: all.
-            scores_BT: the discriminant's scores of these queries, where they are known.
+            nearest: the discriminant's nearest tasks of these queries, K or more, where they are known.
 
         Raises:
             RetrievalError: nothing was learned yet, or a query does not fit the keys.
@@ -176,7 +178,7 @@ class SlotRouter:
         if not self.tasks:
             raise RetrievalError("no task has been learned yet: there are no keys to choose from")
         if only is None and self._is_large:
-            return self._searched(queries_BC, scores_BT)
+            return self._searched(queries_BC, nearest)
         if only is not None and len(set(only)) == 1 and only[0] in self._keys:  # training: no other slot is compared
             task_cosines = cosines(split_groups(queries_BC, self.groups), self._keys[only[0]].to(queries_BC.device))
             return Mixture(tuple(self.adapters(only[0])), slot_weights(task_cosines, self.config, None, self.per_group))
@@ -189,16 +191,16 @@ class SlotRouter:
             mine = owner == torch.tensor([numbers[task] for task in only], device=owner.device)[:, None]
             weights = slot_weights(similar, self.config, mine, self.per_group)
         else:
-            weights = self._weights(self.kind, queries_BC, similar, owner, scores_BT)
+            weights = self._weights(self.kind, queries_BC, similar, owner, nearest)
         return Mixture(self._adapter_names, weights)
 
     def route_scored(self, queries_BC: Tensor, only: Sequence[str] | None = None) -> Mixture:
         """Return the mixture of each query as `route`, with its out-of-distribution score where dev texts were kept."""
         if not self.samples:
             return self.route(queries_BC, only)
-        scores_BT = self.discriminant.scores(queries_BC)
-        mixture = self.route(queries_BC, only, scores_BT)
-        distances_B = self.discriminant.relative_distances(queries_BC, scores_BT)
+        nearest = self.discriminant.nearest(queries_BC, max(NEAREST, self.config.top_k))
+        mixture = self.route(queries_BC, only, nearest)
+        distances_B = self.discriminant.relative_distances(queries_BC, nearest)
         return replace(mixture, ood_scores=self.calibrated().scores(distances_B), ood_distances=distances_B)
 
     # ---- judging ---------------------------------------------------------------------------------------------
@@ -290,27 +292,27 @@ class SlotRouter:
         """Return whether there are too many slots for every cosine, under a rule that needs only the chosen ones."""
         rules = (self.config.rule, self.config.similarity, self.config.scope)
         plain = rules == ("group_union", "cosine", "instance") and not self.per_group
-        return plain and len(self._slot_names) > slot_index.EXACT_UP_TO
+        return plain and len(self._slot_names) > EXACT_UP_TO
 
-    def _searched(self, queries_BC: Tensor, scores_BT: Tensor | None) -> Mixture:
+    def _searched(self, queries_BC: Tensor, nearest: NearestTasks | None) -> Mixture:
         """Return a mixture from the index, or from the slots of the chosen tasks, with columns of chosen slots only."""
         queries_BgH = split_groups(queries_BC, self.groups)
         if self.kind == "keys":
             index = self.index_on(queries_BC.device)
             ids, weights = sparse_weights(*index.search(queries_BgH, self.config.top_k), self.config)
         else:
-            ids, weights = self._searched_by_task(queries_BC, queries_BgH, scores_BT)
+            ids, weights = self._searched_by_task(queries_BC, queries_BgH, nearest)
         return Mixture(tuple(self._slot_names[number] for number in ids.tolist()), weights)
 
     def _searched_by_task(
-        self, queries_BC: Tensor, queries_BgH: Tensor, scores_BT: Tensor | None
+        self, queries_BC: Tensor, queries_BgH: Tensor, nearest: NearestTasks | None
     ) -> tuple[Tensor, Tensor]:
         """Return the weights under a discriminant, looking at the slots of the chosen tasks alone."""
-        scores_BT = self.discriminant.scores(queries_BC) if scores_BT is None else scores_BT
-        best = scores_BT.topk(min(self.config.top_k, len(self.tasks)), dim=1)
+        top_k = self.config.top_k
+        nearest = nearest or self.discriminant.nearest(queries_BC, top_k)
         joined = self._joined_on(queries_BC.device)
-        chances = best.values.softmax(1)
-        first_BT, own_BT = self._bounds_on(joined.device)[:, best.indices]
+        chances = nearest.scores[:, :top_k].softmax(1)
+        first_BT, own_BT = self._bounds_on(joined.device)[:, nearest.tasks[:, :top_k]]
         place_m = torch.arange(int(own_BT.max()), device=joined.device)
         exists_BTm = place_m < own_BT[:, :, None]
         number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
@@ -336,13 +338,13 @@ class SlotRouter:
         queries_BC: Tensor,
         similar_BgN: Tensor,
         owner_N: Tensor,
-        scores_BT: Tensor | None = None,
+        nearest: NearestTasks | None = None,
     ) -> Tensor:
         """Return the weights of slots by their cosines; under a discriminant within each task, times its softmax."""
         if kind == "keys":
             return slot_weights(similar_BgN, self.config, None, self.per_group)
-        scores_BT = self.discriminant.scores(queries_BC) if scores_BT is None else scores_BT
-        chances_BT = likeliest(scores_BT, self.config.top_k)
+        nearest = nearest or self.discriminant.nearest(queries_BC, self.config.top_k)
+        chances_BT = nearest.chances(self.config.top_k, len(self.tasks))
         total = chances_BT.new_zeros(len(similar_BgN), similar_BgN.shape[2] * (self.groups if self.per_group else 1))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
             mine = (owner_N == number).expand(len(similar_BgN), -1)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from raycl.errors import RetrievalError
+from raycl.routing.code_index import SAMPLE, CodeIndex, codes_pay
 from raycl.types import Mixture
 
 KEPT = 64
@@ -150,6 +151,22 @@ class Statistics:
         return Statistics(len(unit), mean.float(), scatter.float())  # summed in double precision, kept in single
 
 
+class NearestTasks(NamedTuple):
+    """The tasks that are most probable for each text, the most probable first.
+
+    Attributes:
+        scores: `[B, K]` `Discriminant.scores`. tasks: `[B, K]` numbers of the tasks.
+    """
+
+    scores: Tensor
+    tasks: Tensor
+
+    def chances(self, top_k: int, count: int) -> Tensor:
+        """Return `[B, T]` softmax of the scores over the best `top_k` of `count` tasks, 0 for the others."""
+        chances_BK = self.scores[:, :top_k].softmax(1)
+        return chances_BK.new_zeros(len(chances_BK), count).scatter(1, self.tasks[:, :top_k], chances_BK)
+
+
 class Discriminant:
     """Scores of tasks for queries, on the device where the queries are.
 
@@ -181,42 +198,59 @@ class Discriminant:
         scores: Tensor = unit @ self._directions.T - self._offsets
         return scores
 
-    def distances(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
-        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'.
+    def nearest(self, queries_BC: Tensor, count: int) -> NearestTasks:
+        """Return the tasks with the largest scores, all of them where there are fewer than `count`.
 
-        Args:
-            scores_BT: `scores` of these queries, where they are known.
+        A CPU compares codes of the tasks' directions if there are thousands (`CodeIndex`).
         """
-        return self._distances(queries_BC, scores_BT).float()
+        count = min(count, len(self.tasks))
+        if not codes_pay(len(self.tasks), queries_BC.device):
+            return NearestTasks(*self.scores(queries_BC).topk(count, dim=1))
+        return NearestTasks(
+            *self._codes.search(_padded(nn.functional.normalize(queries_BC.float(), dim=1), 1.0), count)
+        )
+
+    @cached_property
+    def _codes(self) -> CodeIndex:
+        """Return codes of directions and offsets; recall is measured on texts drawn from the tasks' Gaussians."""
+        draw = torch.Generator().manual_seed(0)
+        near = self._means[torch.randperm(len(self._means), generator=draw)[:SAMPLE]].float()
+        spread = torch.linalg.cholesky(_ridged(self._shared, self.ridge)).float()
+        texts = nn.functional.normalize(near + torch.randn(near.shape, generator=draw) @ spread.T, dim=1)
+        return CodeIndex(_padded(self._directions, -self._offsets), _padded(texts, 1.0), NEAREST)
+
+    def distances(self, queries_BC: Tensor) -> Tensor:
+        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'."""
+        return self._distances(queries_BC, None).float()
 
     def _follow(self, device: torch.device) -> None:
         if self._directions.device == device:
             return
         for name in ("_precision", "_pulled", "_around", "_directions", "_offsets", "_means", "_shared", "_shares"):
             setattr(self, name, getattr(self, name).to(device))
-        self.__dict__.pop("_background", None)
+        for name in ("_background", "_codes"):
+            self.__dict__.pop(name, None)
 
-    def _distances(self, queries_BC: Tensor, scores_BT: Tensor | None) -> Tensor:
-        scores_BT = self.scores(queries_BC) if scores_BT is None else scores_BT
-        near_BK = scores_BT.topk(min(NEAREST, len(self.tasks)), dim=1).indices
+    def _distances(self, queries_BC: Tensor, nearest: NearestTasks | None) -> Tensor:
+        near_BK = (nearest or self.nearest(queries_BC, NEAREST)).tasks[:, :NEAREST]
         unit = nn.functional.normalize(queries_BC.double(), dim=1)
         own_B = ((unit @ self._precision) * unit).sum(1)
         along_BK = torch.einsum("bc,bkc->bk", unit, self._pulled[near_BK])
         squared: Tensor = own_B[:, None] - 2 * along_BK + self._around[near_BK]
         return squared.min(1).values
 
-    def relative_distances(self, queries_BC: Tensor, scores_BT: Tensor | None = None) -> Tensor:
+    def relative_distances(self, queries_BC: Tensor, nearest: NearestTasks | None = None) -> Tensor:
         """Return `[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
 
         A text that is unusual for the nearest task alone gets a larger value than one that is unusual for all of them.
 
         Args:
-            scores_BT: `scores` of these queries, where they are known.
+            nearest: `nearest` of these queries, of `NEAREST` tasks or more, where it is known.
         """
         self._follow(queries_BC.device)
         middle, precision = self._background
         apart = nn.functional.normalize(queries_BC.double(), dim=1) - middle
-        relative = self._distances(queries_BC, scores_BT) - BACKGROUND * ((apart @ precision) * apart).sum(1)
+        relative = self._distances(queries_BC, nearest) - BACKGROUND * ((apart @ precision) * apart).sum(1)
         return relative.float()
 
     @cached_property
@@ -227,17 +261,21 @@ class Discriminant:
         return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
 
 
-def likeliest(scores_BT: Tensor, top_k: int) -> Tensor:
-    """Return `[B, T]` softmax of tasks' scores over the best `top_k`."""
-    best = scores_BT.topk(min(top_k, scores_BT.shape[1]), dim=1)
-    return torch.zeros_like(scores_BT).scatter(1, best.indices, best.values.softmax(1))
+def _padded(rows_BC: Tensor, last_B: Tensor | float) -> Tensor:
+    """Return `[B, c + 1]` or `[B, c + 2]`, whichever is even: the rows, the last values and zeros."""
+    padded = rows_BC.new_zeros(len(rows_BC), rows_BC.shape[1] // 2 * 2 + 2)
+    padded[:, : rows_BC.shape[1]] = rows_BC
+    padded[:, rows_BC.shape[1]] = last_B
+    return padded
+
+
+def _ridged(covariance: Tensor, share: float) -> Tensor:
+    ridge = share * covariance.diagonal().mean().clamp_min(1e-9)
+    return covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
 
 
 def _inverse(covariance: Tensor, share: float) -> Tensor:
-    ridge = share * covariance.diagonal().mean().clamp_min(1e-9)
-    inverse: Tensor = torch.linalg.inv(
-        covariance + ridge * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    )
+    inverse: Tensor = torch.linalg.inv(_ridged(covariance, share))
     return inverse
 
 
@@ -353,8 +391,8 @@ class BareTexts:
         """Return how probable each of these adapters is for each text, on the CPU; None: one lacks an outline."""
         if not names or any(name not in self._outlines for name in names):
             return None
-        weights_BN = likeliest(self._over(tuple(names)).scores(queries_BD[:, :WIDEST]), len(names))
-        return Mixture(tuple(names), weights_BN.cpu())
+        nearest = self._over(tuple(names)).nearest(queries_BD[:, :WIDEST], len(names))
+        return Mixture(tuple(names), nearest.chances(len(names), len(names)).cpu())
 
     def _over(self, names: tuple[str, ...]) -> Discriminant:
         """Return the discriminant; its ridge grows with dimensions per text, since few texts leave it uncertain."""

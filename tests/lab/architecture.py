@@ -60,7 +60,7 @@ DOORS = {
     "google": ("raycl/storage/remote.py",),
     "datasets": ("raycl/data/sources/hub.py",),
     "jinja2": ("raycl/backbone/markup/render_process.py", "raycl/operations/report/page/"),
-    "faiss": ("raycl/routing/slot_index.py",),
+    "faiss": ("raycl/routing/code_index.py",),
     "peft": ("raycl/operations/banks/fusion.py", "benchmarks/"),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
     "simpleeval": ("raycl/operations/sweep/definition/expressions.py",),

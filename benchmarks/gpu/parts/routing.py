@@ -22,7 +22,6 @@ from raycl.routing.attention import Attention, AttentionConfig, AttentionRouter,
 from raycl.routing.slot_keys import cosines, split_groups
 from raycl.routing.slot_weights import slot_weights
 from raycl.routing.slots import KINDS, Kind, SlotRouter
-from raycl.routing.statistics import likeliest
 from raycl.types import Mixture
 
 TASKS, TINY_TASKS = 10_000, 1_500
@@ -112,7 +111,8 @@ def _expected_by_keys(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) 
 def _expected_by_discriminant(router: SlotRouter, keys_TMC: Tensor, queries_BC: Tensor) -> list[Weights]:
     """Task by task of each text."""
     expected = []
-    for query, chances_T in zip(queries_BC, likeliest(router.discriminant.scores(queries_BC), TOP_K), strict=True):
+    chances_BT = router.discriminant.nearest(queries_BC, TOP_K).chances(TOP_K, len(router.tasks))
+    for query, chances_T in zip(queries_BC, chances_BT, strict=True):
         weights: Weights = {}
         for number in chances_T.nonzero().flatten().tolist():
             own_MgH = keys_TMC[number].view(SLOTS, GROUPS, -1)

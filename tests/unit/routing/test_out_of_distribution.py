@@ -8,11 +8,12 @@ from typing import NoReturn, get_args
 
 import pytest
 import torch
+from drawn_routers import drawn_router
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycl.errors import BankError, RetrievalError
-from raycl.routing import slot_index, statistics
+from raycl.routing import statistics
 from raycl.routing.key_maps import newest_rows, similarity
 from raycl.routing.routers import SumRouter, without
 from raycl.routing.slot_keys import KeyConfig
@@ -115,16 +116,13 @@ class Unread(dict[str, Tensor]):
     items = values
 
 
-@pytest.mark.parametrize("exact_up_to", [0, 1000])
+@pytest.mark.parametrize("tasks", [3, 1400])
 @pytest.mark.parametrize("per_group", [False, True])
 @pytest.mark.parametrize("kind", ["keys", "discriminant"])
-def test_no_request_loops_over_tasks(
-    kind: Kind, per_group: bool, exact_up_to: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slot_index, "EXACT_UP_TO", exact_up_to)
-    monkeypatch.setattr(slot_index, "find_spec", lambda name: None)  # its codes need more keys
-    router, queries = studied(*TASKS), texts_of("two", 3, seed=6)
-    router.kind, router.per_group = kind, per_group
+def test_no_request_loops_over_tasks(kind: Kind, per_group: bool, tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    router, texts = drawn_router(kind, tasks)
+    router.per_group, queries = per_group, texts[:3]
+    router.hold_out("t1", texts[1:2])
     expected = router.route_scored(queries)
     router._keys, router._statistics = Unread(router._keys), Unread(router._statistics)
     router.samples = Unread(router.samples)

@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_routers import drawn_router
 from tiny import Lab
 from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.routing import slot_index
+from raycl.routing.code_index import EXACT_UP_TO
 from raycl.routing.key_maps import plane, similarity
 from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig
-from raycl.routing.slot_weights import RetrievalConfig
+from raycl.routing.slot_weights import RetrievalConfig, slot_weights
 from raycl.routing.slots import Kind, SlotRouter
-from raycl.routing.statistics import DIRECTIONS, WIDEST, BareTexts, Discriminant, Statistics
+from raycl.routing.statistics import DIRECTIONS, WIDEST, BareTexts, Discriminant, NearestTasks, Statistics
 from raycl.types import Mixture, RouterState
 
 TASKS = {"one": 0, "two": 1, "three": 2}
@@ -243,52 +244,56 @@ def test_another_encoder_than_the_keys_were_made_with_is_refused() -> None:
         make_router(replace(state, kind="oracle"), {})
 
 
-def large(kind: Kind, tasks: int = 400, more: int = 1) -> tuple[SlotRouter, Tensor]:
-    """Return a router over `tasks` drawn tasks of three slots, or in turn of up to `more - 1` more, and a text near
-    each."""
-    draw = torch.Generator().manual_seed(0)
-    centres = torch.randn(tasks, 2, 8, generator=draw)
-    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2))
-    for number, centre in enumerate(centres):
-        mean = torch.nn.functional.normalize(centre.flatten(), dim=0)
-        keys = centre + 0.4 * torch.randn(3 + number % more, 2, 8, generator=draw)
-        router.add(f"t{number}", keys, Statistics(9, mean, 0.1 * torch.eye(16)))
-    return router, (centres + 0.3 * torch.randn(centres.shape, generator=draw)).flatten(1)
-
-
 @pytest.mark.parametrize(("kind", "more"), [("keys", 1), ("keys", 3), ("discriminant", 1), ("discriminant", 3)])
-def test_a_large_bank_is_searched_with_the_same_weights(monkeypatch: pytest.MonkeyPatch, kind: Kind, more: int) -> None:
+def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -> None:
     """The weights are equal where tasks have different numbers of slots, too."""
-    router, texts = large(kind, more=more)
-    dense = router.route(texts)
-    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 100)
-    monkeypatch.setattr(slot_index, "find_spec", lambda name: None)  # every key is compared
+    router, texts = drawn_router(kind, 1500, more=more)
+    texts = texts[: 200 if kind == "keys" else 20]
+    similar, owner = router.similar(texts), router.owner()
+    names = [slot for task in router.tasks for slot in router.slots(task)]
+    assert len(names) > EXACT_UP_TO, "codes are compared"
+    dense = slot_weights(similar, router.config)
+    if kind == "discriminant":
+        chances = router.discriminant.nearest(texts, 2).chances(2, 1500)
+        dense = torch.zeros_like(dense)
+        for task in chances.any(0).nonzero().flatten().tolist():
+            mine = (owner == task).expand(len(texts), -1)
+            dense += chances[:, task, None] * slot_weights(similar, router.config, mine)
     sparse = router.route(texts)
-    assert len(sparse.names) <= len(dense.names)
-    spread = torch.zeros_like(dense.weights)
-    columns = {name: column for column, name in enumerate(dense.names)}
+    assert len(sparse.names) < len(names)
+    spread = torch.zeros_like(dense)
+    columns = {name: column for column, name in enumerate(names)}
     spread[:, [columns[name] for name in sparse.names]] = sparse.weights
-    torch.testing.assert_close(spread, dense.weights, atol=1e-5, rtol=1e-4)
+    equal = torch.isclose(spread, dense, atol=1e-5, rtol=1e-4).all(1).float().mean()
+    assert float(equal) >= (1.0 if kind == "discriminant" else 0.97), "some of the nearest keys may be missed"
     few = router.route(texts[:2])
     assert len(few.names) <= 2 * 2 * (2 + more), "only slots that a text selected have a column"
 
 
-def test_the_approximate_index_finds_what_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    router, texts = large("keys", 1500)
+def test_the_approximate_index_finds_what_it_promises() -> None:
+    router, texts = drawn_router("keys", 1500)
     parts = texts.view(-1, 2, 8)
     keys = torch.cat(list(router.keys().values()))
-    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 10_000)
-    exact = KeyIndex(keys, 2)
-    monkeypatch.setattr(slot_index, "EXACT_UP_TO", 100)
-    index = KeyIndex(keys, 2)
+    exact, index = KeyIndex(keys[:EXACT_UP_TO], 2), KeyIndex(keys, 2)
     assert exact.exact and exact.recall == 1 and not index.exact and index.recall >= 0.99
     cosines, slots = index.search(parts, 2)
-    mean = (slots[..., :, None] == exact.search(parts, 2)[1][..., None, :]).any(-1).float().mean()
-    assert float(mean) > 0.98
-    unit = torch.nn.functional.normalize(parts, dim=-1)
-    near = torch.nn.functional.normalize(keys, dim=-1)[slots[:, 0, 0], 0]
-    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * near).sum(-1))  # scored exactly
-    assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, 4500), "K is capped at the bank"
+    unit, unit_keys = (torch.nn.functional.normalize(rows, dim=-1) for rows in (parts, keys))
+    nearest = torch.einsum("bgh,ngh->bgn", unit, unit_keys).topk(2).indices
+    assert float((slots[..., :, None] == nearest[..., None, :]).any(-1).float().mean()) > 0.98
+    torch.testing.assert_close(cosines[:, 0, 0], (unit[:, 0] * unit_keys[slots[:, 0, 0], 0]).sum(-1))  # scored exactly
+    assert exact.search(parts[:1], 10_000)[0].shape == (1, 2, EXACT_UP_TO), "K is capped at the bank"
+
+
+def test_a_discriminant_over_thousands_of_tasks_finds_the_nearest_by_codes() -> None:
+    """Scores are exact, and so are the distances, which need the nearest task alone."""
+    router, texts = drawn_router("discriminant", EXACT_UP_TO + 100)
+    texts, discriminant = texts[:300], router.discriminant
+    scores_BT = discriminant.scores(texts)
+    found, exact = discriminant.nearest(texts, 4), scores_BT.topk(4)
+    assert float((found.tasks[..., :, None] == exact.indices[..., None, :]).any(-1).float().mean()) > 0.98
+    torch.testing.assert_close(found.scores, scores_BT.gather(1, found.tasks), atol=1e-4, rtol=1e-5)
+    all_of_them = discriminant.relative_distances(texts, NearestTasks(exact.values, exact.indices))
+    assert float(torch.isclose(discriminant.relative_distances(texts), all_of_them).float().mean()) > 0.98
 
 
 def test_maps_of_keys() -> None:
