@@ -25,6 +25,7 @@ from raycl.launch import cluster, driver, prepared_run
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared
 from raycl.metrics.run_results import find_results
+from raycl.operations.report.run_comparison import compare
 from raycl.operations.report.tables import comparison_table
 from raycl.operations.sweep.comparison import ComparisonConfig, plan, run_comparison
 from raycl.storage import Storage
@@ -64,7 +65,7 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
     later = find_results(tmp_path / "table")
     for results in (later, list(outcome.results.values())):
-        shown = str(comparison_table(results))
+        shown = str(comparison_table(compare(results)))
         assert "82.02" in shown and "published: a paper, its table 2" in shown
     assert {options.share for options in hostings} == {at_once}
     assert all(bool(options.label) is (at_once > 1) for options in hostings)

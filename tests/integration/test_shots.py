@@ -58,7 +58,7 @@ def test_the_rows_stand_beside_each_other_and_training_stays_as_it_was(
     shown = str(matrix_table(results))
     assert "untrained " in shown and "in context (3) " in shown
     assert [line.method for line in compare([results])][:2] == ["untrained", "in context (3)"]
-    assert "in context (3)" in str(comparison_table([results]))
+    assert "in context (3)" in str(comparison_table(compare([results])))
     assert separate_tree(config)["eval"]["shots"] == 0
     assert prefix_keys(config, list(TASKS)) != prefix_keys(
         lab.config("llama", "lora", eval={"untrained": True}), list(TASKS)

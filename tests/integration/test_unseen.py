@@ -17,7 +17,7 @@ from raycl.config import Tree
 from raycl.errors import ConfigError
 from raycl.launch import prepared_run
 from raycl.operations.banks import unlearning
-from raycl.operations.report.run_comparison import to_csv
+from raycl.operations.report.run_comparison import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
 from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
@@ -143,8 +143,8 @@ def test_unseen_tasks_are_in_the_tables(lab: Lab, tmp_path: Path) -> None:
     mean = f"{trees[0]['unseen']['mean']:.1f}"
     (line,) = (line for line in str(matrix_table(trees[0])).splitlines() if "never trained" in line)
     assert line.split() == ["never", "trained", mean, mean] and "never trained" not in str(matrix_table(trees[1]))
-    both = str(comparison_table(trees)).splitlines()
-    assert "unseen" in both[0] and mean in both[2].split() and "unseen" not in str(comparison_table(trees[1:]))
+    both = str(comparison_table(compare(trees))).splitlines()
+    assert "unseen" in both[0] and mean in both[2].split() and "unseen" not in str(comparison_table(compare(trees[1:])))
     assert ",unseen,unseen_std," in to_csv(trees) and "unseen" not in to_csv(trees[1:]).splitlines()[0]
 
 

@@ -8,9 +8,9 @@ and from a run of a chat model on texts of its own, the answer to one of them (`
 
     python tests/lab/pictures.py runs/smollm2-long6/slm-start-s0 --text "Shares of the airline fell after a strike."
 
-and of a comparison its page, from the top (`docs/report.png`):
+and of recorded comparisons their page, from the top (`docs/report.png`):
 
-    python tests/lab/pictures.py runs/smollm2-long6 --report
+    python tests/lab/pictures.py docs/results/methods-*.csv --report
 
 The endpoint gets the built-in tasks' test rows, a few texts of no task and requests for a task that does not exist;
 answers, times and scores are its own.
@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from chromium import ARGUMENTS
 from local_endpoint import Served, serving
@@ -36,22 +37,23 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from raycl.data.benchmarks.builtin import TASKS, rows
 
+RAYCL = (sys.executable, "-m", "raycl.cli.main")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FOREIGN = ("Preheat the oven to 180 degrees and butter the tin.", "E = m c^2", "der Zug nach Basel hat Verspätung")
 REQUESTS, SECONDS, SPAN_S = 150, 240, "600"
 """Requests before the picture of metrics, over about this time; the page then shows this span."""
-WIDTH, PART = 1280, 1800
-"""Pixels of a picture, and the height of one that shows a page's first part."""
+WIDTH, FIRST = 1280, 780
+"""Pixels of a picture, and of the first part of a report's page."""
 
 
-def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None], whole: bool = True) -> None:
-    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the page after `arrange(page)`, whole or its first part."""
+def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None], part: int = 0) -> None:
+    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the page after `arrange(page)`, whole or its first pixels."""
     for scheme in SCHEMES:
         page = window(browser, WIDTH, scheme)
         page.goto(url)
         arrange(page)
         path = DOCS / f"{name}{'-dark' if scheme == 'dark' else ''}.png"
-        clip = None if whole else {"x": 0, "y": 0, "width": WIDTH, "height": PART}
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": part} if part else None
         page.screenshot(path=path, full_page=True, clip=clip)
         page.context.close()
         sys.stdout.write(f"wrote {path}\n")
@@ -88,7 +90,7 @@ def ask(served: Served) -> None:
 def main() -> int:
     """Make the pictures of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="folder of a run; with --report that of a comparison")
+    parser.add_argument("run", nargs="+", help="folder of a run; with --report files of recorded runs")
     parser.add_argument("--report", action="store_true", help="the page of its report, and no other")
     parser.add_argument("--status", action="store_true", help="the page of its status, and no other")
     parser.add_argument("--text", help="the picture of this text's answers, and no other")
@@ -96,20 +98,22 @@ def main() -> int:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
         if options.status:
-            command = [sys.executable, "-m", "raycl.cli.main", "status", options.run, "--web", "--port", "0"]
+            command = [*RAYCL, "status", options.run[0], "--web", "--port", "0"]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
                 url = re.search(r"http://\S+", page.stdout.readline())
                 saved(browser, "status", url[0], shown_status)
                 page.terminate()
         elif options.report:
-            page = Path(options.run, "report.html").resolve()
-            saved(browser, "report", page.as_uri(), lambda _: None, whole=False)
+            with TemporaryDirectory() as folder:
+                page = Path(folder, "report.html")
+                subprocess.run([*RAYCL, "report", *options.run, "--html", page, "--quiet"], check=True)
+                saved(browser, "report", page.as_uri(), lambda _: None, FIRST)
         elif options.text:
-            with serving(f"{options.run}/bank") as served:
+            with serving(f"{options.run[0]}/bank") as served:
                 arrange = partial(shown_answer, text=options.text)
                 saved(browser, "playground-chat", f"{served.url}/", arrange)
         else:
-            with serving(f"{options.run}/bank") as served:
+            with serving(f"{options.run[0]}/bank") as served:
                 ask(served)
                 saved(browser, "metrics", f"{served.url}/playground/metrics.html", shown_metrics)
                 saved(browser, "playground", f"{served.url}/", shown_answer)

@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--against is '{options.against}', which is no row of this run: expected {', '.join(rows)}")
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
     from raycl.operations.report.plots import heatmaps
+    from raycl.operations.report.run_comparison import compare
     from raycl.operations.report.tables import comparison_table, side_by_side
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
 
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         show(options, "", {"results": outcome.results, "verdicts": trees, "failed": outcome.failed})
     elif results:
         echo(side_by_side(results), end="\n\n")
-        echo(comparison_table(results))
+        echo(comparison_table(compare(results)))
         if verdicts:
             echo(f"\n{verdict_table(verdicts)}")
     if results:

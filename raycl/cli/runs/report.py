@@ -10,6 +10,7 @@ raycl report runs --html report.html
 raycl report runs --csv comparison.csv --matrix-csv matrices.csv --runs-csv runs.csv
 raycl report runs/slm --router-png router.png
 raycl report runs/sapt --attention-png attention.png
+raycl report docs/results/methods-long8.csv --html methods.html
 """
 
 import argparse
@@ -20,7 +21,9 @@ from raycl.cli.commands import note, show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("runs", nargs="+", help="run folder, folder of runs, or results.json (path or URI)")
+    parser.add_argument(
+        "runs", nargs="+", help="run folder, folder of runs, results.json (path or URI), or files of --runs-csv"
+    )
     parser.add_argument("--against", metavar="NAME", help="the reference of verdicts (default: the highest AP)")
     parser.add_argument(
         "--measure", nargs="+", choices=("ap", "f_ra"), default=["ap"], help="what verdicts are about (default: ap)"
@@ -42,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, write the files."""
+    recorded = [root for root in options.runs if root.endswith(".csv")]
+    if recorded:
+        return _recorded(options, recorded)
     from raycl.metrics.run_results import find_results
 
     results = [result for root in options.runs for result in find_results(root)]
@@ -49,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.operations.report.phase_summaries import has_attention, has_routing
     from raycl.operations.report.plots import attention_maps, heatmaps
     from raycl.operations.report.router_plots import router_maps
-    from raycl.operations.report.run_comparison import runs_to_csv, to_csv
+    from raycl.operations.report.run_comparison import compare, runs_to_csv, to_csv
     from raycl.operations.report.seed_matrix import matrices_to_csv, seed_matrices
     from raycl.operations.report.tables import comparison_table, mean_matrix_table, routing_comparison, tables_of
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
@@ -61,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         pages += [mean_matrix_table(matrix)] if several else []
         pages += [page for result in matrix.results if options.each or not several for page in tables_of(result)]
     pages += [routing_comparison(routed)] if len(routed) > 1 else []
-    pages.append(comparison_table(results))
+    pages.append(comparison_table(compare(results)))
     verdicts = {measure: verdicts_of(results, options.against, measure) for measure in options.measure}
     pages += [verdict_table(some) for some in verdicts.values() if some]
     trees = [verdict.tree for some in verdicts.values() for verdict in some]
@@ -86,6 +92,41 @@ def run(options: argparse.Namespace) -> int:
     if options.runs_csv:
         _write(options, options.runs_csv, runs_to_csv(results))
     return 0
+
+
+def _recorded(options: argparse.Namespace, files: list[str]) -> int:
+    """Print the comparison and the verdicts of recorded runs, write what needs no folders of runs."""
+    from raycl.errors import RunError
+    from raycl.operations.report.latex import to_latex
+    from raycl.operations.report.page.recorded_sections import recorded_sections, recorded_verdicts
+    from raycl.operations.report.page.report_page import page_of
+    from raycl.operations.report.recorded_runs import RecordedRuns
+    from raycl.operations.report.tables import comparison_table
+    from raycl.operations.report.verdicts import verdict_table
+
+    needs = [name for name in FOLDERS if getattr(options, name)] + ["measure"] * ("f_ra" in options.measure)
+    if needs or len(files) < len(options.runs):
+        other = f"--{needs[0].replace('_', '-')}" if needs else next(run for run in options.runs if run not in files)
+        raise RunError(
+            f"'{files[0]}' has the numbers of runs alone, and {other} needs their folders: give one or the other"
+        )
+    studies = [RecordedRuns(Path(file)) for file in files]
+    pages, trees = [], []
+    sections = recorded_sections(studies, options.against)
+    for study in studies:
+        verdicts = recorded_verdicts(study, options.against)
+        pages += [comparison_table(study.lines()), *([verdict_table(verdicts)] if verdicts else [])]
+        trees += [verdict.tree for verdict in verdicts]
+    show(options, "\n\n".join(map(str, pages)), {"runs": [study.runs for study in studies], "verdicts": trees})
+    if options.html:
+        _write(options, options.html, page_of(sections, _title(files)))
+    if options.latex:
+        _write(options, options.latex, to_latex(pages))
+    return 0
+
+
+FOLDERS = ("png", "each", "router_png", "attention_png", "csv", "matrix_csv", "runs_csv")
+"""Options that need more than the numbers of a recorded run."""
 
 
 def _title(roots: list[str]) -> str:

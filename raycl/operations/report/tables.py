@@ -43,7 +43,7 @@ from raycl.operations.report.phase_summaries import (
     has_routing,
     mean_of,
 )
-from raycl.operations.report.run_comparison import Spread, compare, grouped, has_published, points_of
+from raycl.operations.report.run_comparison import Line, Spread, grouped, has_published, points_of
 from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
 from raycl.text_tables import grid, render
 
@@ -118,13 +118,12 @@ def _beside(blocks: Sequence[str]) -> str:
     return render(row)
 
 
-def comparison_table(results: Sequence[Tree]) -> Page:
-    """Return a table with a line per setting: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
+def comparison_table(lines: Sequence[Line]) -> Page:
+    """Return a table of a comparison's lines: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
     over seeds.
 
     Beside a number that a paper printed for some line stands the paper's, and below the table its source.
     """
-    lines = compare(results)
     shown = points_of(lines)
     printed = {name for name in shown if has_published(lines, name)}
     heads = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]

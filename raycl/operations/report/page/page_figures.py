@@ -51,7 +51,9 @@ def scores_figure(lines: Sequence[Line]) -> Figure:
         if "ap" in line.published:
             axes.plot(line.published["ap"], place, "D", color=COLOURS[1], fillstyle="none", label="published")
     _legend(axes)
-    axes.set(xlim=(0, 100))
+    highest = [line.numbers["ap"].mean for line in lines if line.numbers["ap"] is not None]
+    highest += [line.published["ap"] for line in lines if "ap" in line.published]
+    axes.set(xlim=(0, min(100, max(1.2 * max(highest), 10))))
     axes.set_xlabel("AP", fontsize=9)
     return figure
 

@@ -30,7 +30,11 @@ def report_page(
     Raises:
         RunError: there is no reference of this name.
     """
-    sections = [*more, *sections_of(results, against)]
+    return page_of([*more, *sections_of(results, against)], title)
+
+
+def page_of(sections: Sequence[PageSection], title: str) -> str:
+    """Return the page with these sections."""
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     return template.render(
         title=title,

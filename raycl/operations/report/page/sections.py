@@ -26,7 +26,7 @@ from raycl.operations.report.phase_summaries import RouterSummary, has_attention
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
 from raycl.operations.report.router_plots import confusion_figure, router_figure
 from raycl.operations.report.run_answers import answered_rows
-from raycl.operations.report.run_comparison import compare, grouped
+from raycl.operations.report.run_comparison import Line, compare, grouped
 from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
@@ -78,19 +78,20 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
     """
     matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
     verdicts = [_verdicts(results, against, measure) for measure in ("ap", "f_ra")]
+    lines = compare(results)
     made = [
-        _comparison(results),
-        *(_verdict_section(some) for some in verdicts if some),
+        comparison_section(lines),
+        *(verdict_section(some) for some in verdicts if some),
         _matrices(matrices),
         _curves(matrices),
         _epochs(results),
-        _transfer(results),
-        _general(results),
+        transfer_section(lines),
+        _general(results, lines),
         _attention(results),
         _routing(results),
         _confusion(results),
         _overlap(results),
-        _cost(results),
+        cost_section(lines),
         _answers(matrices),
         _origin(results),
     ]
@@ -107,13 +108,14 @@ def _verdicts(results: Sequence[Tree], against: str | None, measure: str) -> lis
     return verdicts_of(results, against, measure) if has_it else []
 
 
-def _comparison(results: Sequence[Tree]) -> PageSection:
-    lines = [line for line in compare(results) if line.numbers["ap"] is not None]
-    figure = scores_figure(lines) if lines else None
-    return PageSection("Comparison", figure, tables=[comparison_table(results)])
+def comparison_section(lines: Sequence[Line]) -> PageSection:
+    """Return AP of each line, and all its numbers."""
+    scored = [line for line in lines if line.numbers["ap"] is not None]
+    return PageSection("Comparison", scores_figure(scored) if scored else None, tables=[comparison_table(lines)])
 
 
-def _verdict_section(verdicts: Sequence[Verdict]) -> PageSection:
+def verdict_section(verdicts: Sequence[Verdict]) -> PageSection:
+    """Return the verdicts by one measure: intervals, the first ones as sentences, and a table of all."""
     title = "Verdicts" if verdicts[0].measure == "ap" else "Verdicts on forgetting"
     sentences = [verdict.sentence for verdict in verdicts[:MOST_SENTENCES]]
     return PageSection(title, verdicts_figure(verdicts), sentences, numbers=[verdict_table(verdicts)])
@@ -145,8 +147,9 @@ def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
     return PageSection("Accuracy over time", curves_figure(shown), lead, numbers=tables)
 
 
-def _transfer(results: Sequence[Tree]) -> PageSection | None:
-    lines = [line for line in compare(results) if line.numbers["f_ra"] is not None]
+def transfer_section(lines: Sequence[Line]) -> PageSection | None:
+    """Return F.Ra, BWT and FWT of the lines that have them; None: no line has."""
+    lines = [line for line in lines if line.numbers["f_ra"] is not None]
     if not lines:
         return None
     names = ("f_ra", "bwt", "fwt")
@@ -218,9 +221,9 @@ def _epochs(results: Sequence[Tree]) -> PageSection | None:
     return PageSection("Epochs of a task", epochs_figure(curved), lead, numbers=tables)
 
 
-def _general(results: Sequence[Tree]) -> PageSection | None:
+def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | None:
     """Return what runs could do outside their streams before and after them, where some of them measured it."""
-    lines = [line for line in compare(results) if line.numbers["general_after"]]
+    lines = [line for line in lines if line.numbers["general_after"]]
     if not lines:
         return None
     names = ("general_before", "general_after", "general_delta", "general_unknown")
@@ -236,10 +239,11 @@ def _general(results: Sequence[Tree]) -> PageSection | None:
     return PageSection("General ability", general_figure(lines), lead, [Page(grid(heads, rows))], by_task)
 
 
-def _cost(results: Sequence[Tree]) -> PageSection:
+def cost_section(lines: Sequence[Line]) -> PageSection:
+    """Return time, speed, parameters and memory of each line."""
     heads = ["method", "runs", "time, s", "training, s", "tokens/s", "trained parameters", "memory, MiB"]
     rows = []
-    for line in compare(results):
+    for line in lines:
         cells = [NOTHING if spread is None else f"{spread.mean:,.0f}" for spread in map(line.numbers.get, _COSTS)]
         trained = line.numbers["trained_parameters"]
         cells.insert(3, NOTHING if trained is None else short_number(trained.mean))

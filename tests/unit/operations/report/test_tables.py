@@ -75,7 +75,7 @@ def test_seeds_become_mean_and_spread(make_result: Make) -> None:
     results = [make_result(seed=seed, ap=80.0 + seed) for seed in range(3)]
     (line,) = compare(results)
     assert (line.runs, line.settings, line.numbers["ap"], line.numbers["fwt"]) == (3, "", Spread(81.0, 1.0), None)
-    row = str(comparison_table(results)).splitlines()[-1]
+    row = str(comparison_table(compare(results))).splitlines()[-1]
     assert " ".join(cells(row)) == "sapt long-a mini-t5 3 81.0 ± 1.0 12.5 ± 0.0 – -12.5 ± 0.0 75.0 s 1,234"
 
 
@@ -107,7 +107,7 @@ def test_a_number_some_seed_lacks_has_no_mean(make_result: Make) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (3725.4, "1:02:05")])
 def test_durations(make_result: Make, seconds: float, text: str) -> None:
-    assert text in str(comparison_table([make_result() | {"wall_s": seconds}]))
+    assert text in str(comparison_table(compare([make_result() | {"wall_s": seconds}])))
 
 
 def test_matrices_stand_side_by_side_as_wide_as_allowed(make_result: Make) -> None:
@@ -152,7 +152,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
             result["config"]["output"] = {"name": f"{row}-s{seed}"}
             folder.sub(f"{row}-s{seed}").write_json("results.json", hashed(result))
     results = find_results(tmp_path)
-    head, _, sapt, lora, _, source = str(comparison_table(results)).splitlines()
+    head, _, sapt, lora, _, source = str(comparison_table(compare(results))).splitlines()
     assert cells(head)[4:11] == ["AP", "published", "F.Ra", "FWT", "BWT", "published", "time"]
     assert " ".join(cells(sapt)[4:]).startswith("81.7 ± 0.0 82.02 12.5 ± 0.0 – -12.5 ± 0.0 -1.25 75.0 s")
     assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
@@ -161,7 +161,7 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
     assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
     assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
     alone = find_results(tmp_path / "full-s0")
-    assert "published" not in str(comparison_table(alone)) and "published" not in to_csv(alone)
+    assert "published" not in str(comparison_table(compare(alone))) and "published" not in to_csv(alone)
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,9 @@ def test_a_comparison_has_accuracies_where_a_run_has_them(make_result: Make) -> 
     names = ("accuracy", "accuracy_first_two", "accuracy_last_two")
     assert [float(with_them[name]) for name in names] == [89.0, 85.0, 93.5]
     assert [without[name] for name in names] == ["", "", ""]
-    assert "of the first two" in str(comparison_table(results)) and "accuracy" not in str(comparison_table(results[1:]))
+    assert "of the first two" in str(comparison_table(compare(results))) and "accuracy" not in str(
+        comparison_table(compare(results[1:]))
+    )
 
 
 def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -> None:
@@ -194,9 +196,9 @@ def test_the_other_last_row_has_a_column_where_a_run_has_it(make_result: Make) -
     values = zip(result["stream"]["tasks"], (5.0, 6.0, 7.0), strict=True)
     scored = {task: {"value": value, **blank} for task, value in values}
     result["other_row"] = {"instruction": "chosen", "cells": scored, "mean": 6.0}
-    table = str(comparison_table([result, make_result("slm")]))
+    table = str(comparison_table(compare([result, make_result("slm")])))
     assert "AP, text alone" in table and "AP, with instruction" not in table
-    assert "AP, text alone" not in str(comparison_table([make_result()]))
+    assert "AP, text alone" not in str(comparison_table(compare([make_result()])))
     assert ["by", "the", "text", "alone", "5.0", "6.0", "7.0"] in [
         cells(line) for line in str(matrix_table(result)).splitlines()
     ]
