@@ -43,6 +43,11 @@ class Output:
     rows: Tensor
     competing: Tensor | None = None
 
+    def positions(self) -> Tensor:
+        """Return `[P]`: the positions with loss, example by example, in the order of the text."""
+        at = (self.labels != IGNORE).nonzero().squeeze(1)
+        return at[torch.argsort(self.rows[at], stable=True)]
+
     def losses(self) -> Tensor:
         """Return `[M]` float32: the cross-entropy of each position, 0 without loss; their sum is `loss_sum`."""
         logits = self.logits if self.competing is None else self.competing

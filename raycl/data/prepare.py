@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from raycl.data.prompts import Prompt
 from raycl.data.sources.cache import Indices, Info, entry, key_of
+from raycl.data.sources.conversation import remarked
 from raycl.data.sources.ingest import RawRows
 from raycl.data.text_objectives import check_objective, whole_texts
 from raycl.data.tokens import Cut, Split, TokenTable
@@ -169,10 +170,32 @@ def fit_sources(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the prompt ids of `texts`, at most `limit` each, and the tokens above it of each text that was cut.
 
+    See `_fitted`.
+    """
+    ids, cut, _ = _fitted(texts, prompt, codec, limit)
+    return ids, cut
+
+
+def fit_remarked(
+    texts: Sequence[str], remarks: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
+) -> list[list[int]]:
+    """Return the prompt ids of texts with a remark each behind what the user said last.
+
+    Texts are cut as `fit_sources` cuts them without remarks, and remarks are not cut.
+    """
+    shorter = _fitted(texts, prompt, codec, limit)[2]
+    return prompt.encode([remarked(text, remark) for text, remark in zip(shorter, remarks, strict=True)], codec)
+
+
+def _fitted(
+    texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
+) -> tuple[list[list[int]], list[int], list[str]]:
+    """Return prompt ids of at most `limit` tokens, the tokens above it of each text that was cut, and the texts left.
+
     Only the input text is shortened (`Prompt.shortened`), by what its prompt has too much: a tokenizer may split the
     joint of text and suffix otherwise than it splits the parts.
     """
-    ids = prompt.encode(texts, codec)
+    ids, left = prompt.encode(texts, codec), list(texts)
     room = limit - len(prompt.encode([""], codec)[0])
     long = [row for row, row_ids in enumerate(ids) if len(row_ids) > limit]
     cut = [len(ids[row]) - limit for row in long]
@@ -190,11 +213,11 @@ def fit_sources(
             try:
                 tried[row] = shortened[row].send(len(row_ids))
             except StopIteration as end:
-                ids[row] = tried_ids[row, end.value]
+                ids[row], left[row] = tried_ids[row, end.value], end.value
                 del tried[row]
             except ConversationError as error:
                 raise ConversationError(error.problem, row) from error
-    return ids, cut
+    return ids, cut, left
 
 
 def fit_prompts(

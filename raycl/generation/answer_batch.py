@@ -1,4 +1,4 @@
-"""Greedy answers to a long sequence of prompts, as evaluation takes them, in one continuous batch.
+"""Answers to a long sequence of prompts in one continuous batch: greedy, as evaluation takes them, or drawn.
 
 In batches of fixed rows every row waits for the longest answer, and a test set of labels has few long ones. Here rows
 leave at the end of their answers and the next prompts, of other tasks too, take their places. Prompts are read a few at
@@ -36,6 +36,8 @@ class Prompts(NamedTuple):
         start: ids that every row begins with, which may be read once.
         allowed: the limit of the tokens of each row's answer, None for no limit; (): no row has any.
         stop: an answer ends with the token that completes one of these, which stays in it; (): none.
+        temperature: temperature at which tokens are drawn; 0: the most likely token is taken.
+        seeds: seed of each row's draws, which depend on nothing else; (): nothing is drawn.
     """
 
     task: str
@@ -45,6 +47,8 @@ class Prompts(NamedTuple):
     start: Sequence[int] = ()
     allowed: Sequence[TokenConstraint | None] = ()
     stop: tuple[str, ...] = ()
+    temperature: float = 0.0
+    seeds: Sequence[int] = ()
 
 
 class RowAnswer(NamedTuple):
@@ -113,11 +117,12 @@ class AnswerBatch(ContinuousBatch[_Row]):
             self.deactivate()
 
     def _rows_of(self, prompts: Prompts) -> list[_Row]:
-        allowed = prompts.allowed or [None] * len(prompts.batch)
+        allowed, seeds = prompts.allowed or [None] * len(prompts.batch), prompts.seeds or [0] * len(prompts.batch)
+        heat = prompts.temperature
         return [
             _Row(
                 *(prompts.task, number, _one(prompts.mixture, index)),
-                Sampling(prompts.max_tokens, allowed=allowed[index], stop=prompts.stop),
+                Sampling(prompts.max_tokens, heat, seed=seeds[index], allowed=allowed[index], stop=prompts.stop),
                 self.backbone,
             )
             for index, number in enumerate(prompts.batch.rows.tolist())

@@ -25,6 +25,7 @@ from raycl.errors import ConfigError
 from raycl.methods.capabilities import (
     Constraint,
     LocalAdaptation,
+    Objective,
     RouterModule,
     SampleGenerator,
     TaskJoin,
@@ -294,6 +295,7 @@ class Method:
         needs_texts: see `MethodConfig.needs_texts`.
         router_module: the trained module that routes, or None.
         constraint: property that updates of trained parameters must keep, or None.
+        objective: loss in place of the cross-entropy; None: the cross-entropy.
         task_id_given: evaluation gives the task id of each text (schedule `separate`).
         is_wrapped: a method around it may train it on rows of earlier tasks in addition to those of a task.
         bare: statistics of the phases' texts without their prompts, where the published router reads prompts.
@@ -346,6 +348,7 @@ class Method:
         self.needs_texts: bool = config.needs_texts
         self.router_module: RouterModule | None = None
         self.constraint: Constraint | None = None
+        self.objective: Objective | None = None
         self.learner: Method = self
         self.task_id_given = False
         self.is_wrapped = False
@@ -386,8 +389,9 @@ class Method:
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return a scalar that is added to the mean task loss of a micro-batch after forward; None for nothing.
 
-        Micro-batches count by their share of the step's loss positions. So a penalty that does not depend on the
-        batch is added exactly once a step, whatever the accumulation and the number of workers.
+        Micro-batches count by their share of the step's loss positions (of what `Method.objective` counts, where a
+        method has one). So a penalty that does not depend on the batch is added exactly once a step, whatever the
+        accumulation and the number of workers.
         """
         return None
 

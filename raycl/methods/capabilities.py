@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from raycl.backbone import Backbone, BackboneConfig
+from raycl.backbone import Backbone, BackboneConfig, Output
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.types import Batch
 
@@ -37,6 +37,22 @@ class Constraint(Protocol):
         float32.
 
         The same on all workers.
+        """
+        ...
+
+
+class Objective(Protocol):
+    """A loss that takes the place of the cross-entropy of a batch's answers or labels."""
+
+    def count(self, batch: Batch) -> int:
+        """Return the number that divides the loss of a step, summed over its micro-batches and workers."""
+        ...
+
+    def __call__(self, batch: Batch, output: Output) -> Tensor:
+        """Return the loss of a micro-batch as a scalar float32, summed over what `count` counts.
+
+        Args:
+            batch: a batch as `Method.prepare_batch` returns it. output: its forward pass.
         """
         ...
 

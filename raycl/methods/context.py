@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from raycl.data.prepare import fit_sources, leaves_room
+from raycl.data.prepare import fit_remarked, fit_sources, leaves_room
 from raycl.data.router_texts import RouterTexts
 from raycl.data.sources.cache import Indices
 from raycl.data.stream import Stream
@@ -100,6 +100,14 @@ class TaskContext:
         prompt = self.stream.prompt(task, self.codec, instruction)
         return fit_sources(texts, prompt, self.codec, self.stream.limits(task, self.codec).source)[0]
 
+    def remarked_prompts(self, task: Task, texts: Sequence[str], remarks: Sequence[str]) -> list[list[int]]:
+        """Return the prompt ids of texts with a remark each, such as an example, behind what the user said last.
+
+        Texts are cut as the task's own rows are; remarks are not cut, so that prompts may be longer.
+        """
+        limit = self.source_limit(task)
+        return fit_remarked(texts, remarks, self.stream.prompt(task, self.codec), self.codec, limit)
+
     def instruction(self, task: Task) -> str:
         """Return the instruction in the task's prompts; "" where they have none."""
         return self.stream.instruction(task, self.codec)
@@ -108,6 +116,10 @@ class TaskContext:
         """Return whether prompts with this instruction leave room for a text."""
         limit = self.stream.limits(task, self.codec).source
         return leaves_room(self.stream.prompt(task, self.codec, instruction), self.codec, limit)
+
+    def source_limit(self, task: Task) -> int:
+        """Return the most tokens that the prompt of a row of a task may have."""
+        return self.stream.limits(task, self.codec).source
 
     def target_limit(self, task: Task) -> int:
         """Return the most tokens that an answer of a task may have."""

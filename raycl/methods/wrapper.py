@@ -97,6 +97,7 @@ class Wrapper(Method):
         self.encoder = self.learner.encoder
         self.router_module = self.learner.router_module
         self.constraint = self.learner.constraint
+        self.objective = self.learner.objective
         overridden = type(self).transform_gradients is not Wrapper.transform_gradients
         self.transforms_gradients: bool = overridden or self.learner.transforms_gradients
         self.mixes_gradients: bool = (overridden and not self.scales_gradients) or self.learner.mixes_gradients

@@ -107,6 +107,14 @@ def last_of_user(messages: Sequence[Message]) -> str:
     return text_of([Message("user", mine[-1].content)])
 
 
+def remarked(text: str, remark: str) -> str:
+    """Return a text with a remark right behind what the user said last."""
+    messages = list(messages_of(text))
+    asked = max((number for number, message in enumerate(messages) if message.role == "user"), default=-1)
+    messages[asked] = messages[asked]._replace(content=f"{messages[asked].content}{remark}")
+    return text_of(messages)
+
+
 def last_exchange(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages from the user's last one on."""
     asked = max((number for number, message in enumerate(messages) if message.role == "user"), default=-1)

@@ -6,8 +6,7 @@ z are the logits of the present model, z_old those of the model as it was when t
 without dropout. Loss positions are the tokens of the answers; for encoder-only backbones examples, over the labels that
 were known before the task (Li and Hoiem 2016, "Learning without Forgetting", eq. 3, whose T is 2; their loss is the
 cross-entropy, which differs from KL by a constant). As in Avalanche `weight` is 1, and there is no factor T^2.
-No earlier text is kept, and no second model: the old values of what the learner trains take the place of the present
-ones in a second forward pass. So a LoRA costs a copy of itself, and `learner=finetune` one of the whole model.
+No earlier text is kept, and no second model (`raycl.methods.held_weights`).
 Deviations: the paper trains new output rows alone at first (its warm-up). TRACE stores the last model's logits on all
 batches before a task, in their order; it takes KL(new, old), sums over prompt and padding too, and divides by the batch
 size.
@@ -18,17 +17,20 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
 from raycl.backbone import Backbone, Output
-from raycl.backbone.base import evaluating, loss_count
-from raycl.methods.base import Learned, Method, State, activate_batch, trained_names, under
+from raycl.backbone.base import loss_count
+from raycl.methods.base import Learned, State
 from raycl.methods.context import TaskContext
+from raycl.methods.held_weights import HeldWeights
 from raycl.methods.trained_adapters import known_labels
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Batch, Phase
+
+HELD = "lwf/parameter"
+"""Kind of the old values in checkpoints."""
 
 
 class LwfConfig(WrapperConfig):
@@ -54,8 +56,7 @@ class Lwf(Wrapper):
 
     def __init__(self, config: LwfConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
-        self._routed = Routed(backbone, self.learner)
-        self._old: dict[str, Tensor] = {}
+        self._old = HeldWeights(backbone, self.learner)
         self._known: list[str] = []
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
@@ -64,15 +65,15 @@ class Lwf(Wrapper):
         self.learner.begin_task(phase, context)
         if context.resumed or not context.earlier_tasks or not self.config.weight:
             return
-        self._known, own = known, dict(self.backbone.named_parameters())
-        self._old = {name: own[name].detach().clone() for name in trained_names(self.backbone)}
+        self._known = known
+        self._old.hold()
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return the loss of distillation from the old model, plus the learner's penalty."""
         others = self.learner.penalty(batch, output)
         if not self._old:
             return others
-        old, new = self._old_logits(batch), output.logits
+        old, new = self._old.output(batch).logits, output.logits
         if not batch.target_ids.shape[1]:  # a label head
             rows = self.backbone.label_ids()
             columns = torch.tensor([rows[label] for label in self._known], device=new.device)
@@ -82,52 +83,20 @@ class Lwf(Wrapper):
         own: Tensor = self.config.weight * distance
         return own if others is None else own + others
 
-    @torch.no_grad()
-    def _old_logits(self, batch: Batch) -> Tensor:
-        """Return `Output.logits` of the model before the task."""
-        own, model = dict(self.backbone.named_parameters()), self.backbone.model
-        self._old = {name: value.to(own[name]) for name, value in self._old.items()}
-        with evaluating(model):
-            held = {f"backbone.{name}": value for name, value in self._old.items()}
-            old_logits: Tensor = functional_call(self._routed, held, (batch,))
-        return old_logits
-
     def end_task(self, context: TaskContext) -> Learned | None:
         """Drop the old model."""
-        self._old, self._known = {}, []
+        self._old.clear()
+        self._known = []
         return self.learner.end_task(context)
 
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()
-        held = {f"lwf/parameter/{name}": value.cpu() for name, value in self._old.items()}
-        return {**values, "lwf": {"labels": self._known}}, tensors | held
+        return {**values, "lwf": {"labels": self._known}}, tensors | self._old.tensors(HELD)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.learner.load_state_dict(values, tensors)
         self._known = list(values["lwf"]["labels"])
-        stored = under("lwf/parameter/", tensors)
-        self._old = {name: value.clone() for name, value in stored.items()}  # products may depend on a file's alignment
-
-
-class Routed(nn.Module):
-    """A learner's forward pass with its routing, beside a mixture that may be active."""
-
-    def __init__(self, backbone: Backbone, learner: Method) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self._learner = learner
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return logits, under the learner's own mixture."""
-        stack = self._learner.stack
-        if stack is None:
-            return self._logits(batch)
-        with stack.mixture_aside(), activate_batch(self._learner, batch):
-            return self._logits(batch)
-
-    def _logits(self, batch: Batch) -> Tensor:
-        output: Output = self.backbone(batch)
-        return output.logits
+        self._old.restore(HELD, tensors)
 
 
 def divergence(old_MC: Tensor, new_MC: Tensor, temperature: float) -> Tensor:

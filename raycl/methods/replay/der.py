@@ -33,7 +33,7 @@ from raycl.methods.base import Learned, State, activate_batch, under
 from raycl.methods.context import Step, TaskContext
 from raycl.methods.replay.stored_rows import StoredRows, joined, numbers_of
 from raycl.methods.wrapper import Wrapper, WrapperConfig
-from raycl.types import IGNORE, Batch, Phase, Task
+from raycl.types import Batch, Phase, Task
 
 AT_ONCE = 16
 """Rows that are computed together."""
@@ -71,7 +71,7 @@ class StoredOutputs:
     @staticmethod
     def read(output: Output, examples: int, k: int) -> StoredOutputs:
         """Return the `k` largest of each position of a forward pass over so many examples."""
-        at = positions(output)
+        at = output.positions()
         logits_PC = output.logits[at].float()
         values, columns = logits_PC.topk(min(k, logits_PC.shape[1]), dim=1)
         counts = torch.bincount(output.rows[at], minlength=examples)
@@ -91,12 +91,6 @@ class StoredOutputs:
         spans = [range(int(ends[n] - self.counts[n]), int(ends[n])) for n in numbers.tolist()]
         places = torch.tensor([position for span in spans for position in span], dtype=torch.int64)
         return self.values[places], self.columns[places].long()
-
-
-def positions(output: Output) -> Tensor:
-    """Return `[P]`: the positions with loss, example by example, in the order of the text."""
-    at = (output.labels != IGNORE).nonzero().squeeze(1)
-    return at[torch.argsort(output.rows[at], stable=True)]
 
 
 def squared_error(logits_QC: Tensor, values_QK: Tensor, columns_QK: Tensor) -> Tensor:
@@ -205,7 +199,7 @@ class Der(Wrapper):
         count = loss_count(batch)
         if not count or not replayed:
             return own
-        at = positions(output)
+        at = output.positions()
         at = at[torch.isin(output.rows[at], places)]
         values, columns = self._stored.select(numbers.cpu())
         device = output.logits.device

@@ -43,7 +43,8 @@ def train_step(
     seed_all(seed + world.rank)  # torch's own formats the stack for every kind of device that is not there: 1 ms
     modifiers.begin_step(seed, len(batches), world.sum)
     batches = [method.prepare_batch(batch) for batch in batches]
-    count, tokens = world.total(sum(map(loss_count, batches)), sum(map(token_count, batches)))
+    counted = loss_count if method.objective is None else method.objective.count
+    count, tokens = world.total(sum(map(counted, batches)), sum(map(token_count, batches)))
     batches = [batch.to(world.device) for batch in batches]  # counted before: a GPU would be waited for
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for batch in batches:
@@ -60,15 +61,16 @@ def train_step(
 
 
 def _accumulate(engine: Engine, method: Method, batch: Batch, total: float, modifiers: Modifiers) -> torch.Tensor:
-    """Forward and backward of one micro-batch, of which no tensor outlives the call but the summed task loss."""
+    """Forward and backward of one micro-batch, of which no tensor outlives the call but the summed loss."""
     with ExitStack() as stack:
         stack.push(partial(_note_rows, batch))
         stack.enter_context(activate_batch(method, batch))  # until backward has ended: recomputation reads it again
         output = modifiers.observe_forward(engine.forward, batch)
         penalty = method.penalty(batch, output)
-        objective = output.loss_sum if penalty is None else output.loss_sum + penalty * loss_count(batch)
-        engine.backward(objective, total)
-    return output.loss_sum.detach()
+        own = method.objective
+        loss, count = (output.loss_sum, loss_count(batch)) if own is None else (own(batch, output), own.count(batch))
+        engine.backward(loss if penalty is None else loss + penalty * count, total)
+    return loss.detach()
 
 
 def _note_rows(batch: Batch, kind: object, error: BaseException | None, trace: object) -> None:

@@ -22,6 +22,7 @@ from raycl.data.sources.conversation import (
     answer_text,
     messages_of,
     plain_text,
+    remarked,
     text_of,
 )
 from raycl.data.sources.fields import Columns, SourceRow
@@ -54,6 +55,12 @@ def test_a_single_user_message_is_its_own_text() -> None:
     assert text_of([USER]) == "hi" and messages_of("hi") == (USER,)
     assert text_of([SYSTEM, USER]) == "<|system|>\nbe brief\n<|user|>\nhi"
     assert plain_text(messages_of(text_of([SYSTEM, USER, BOT]))) == "be brief\nhi\nhello"
+
+
+def test_a_remark_stands_behind_what_the_user_said_last() -> None:
+    assert remarked("hi", " there") == "hi there"
+    turns = messages_of(remarked(text_of([SYSTEM, USER, BOT, USER, BOT]), " there"))
+    assert turns == (SYSTEM, USER, BOT, Message("user", "hi there"), BOT)
 
 
 def rows(folder: Path, *items: Any, columns: Columns | None = None) -> list[SourceRow]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
-from raycl.data.prepare import TokenLimits, check_codec, fit_sources, fit_targets
+from raycl.data.prepare import TokenLimits, check_codec, fit_remarked, fit_sources, fit_targets
 from raycl.data.prompts import Prompt, long
 from raycl.data.tokens import Cut
 from raycl.errors import ConfigError, DataError
@@ -26,6 +26,19 @@ def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
         assert result[: len(head)] == head and result[-len(tail) :] == tail, text
     assert len(ids[1]) == limit
     assert ids[0] == codec.encode_source([PROMPT.around("short")])[0]
+
+
+@pytest.mark.parametrize("limit", [18, 25, 40])
+def test_a_remark_stands_behind_the_text_as_it_was_cut(codec: MiniLMCodec, limit: int) -> None:
+    texts, remarks = ["short", "one two three " * 40], [" as many words as there are", ""]
+    plain = fit_sources(texts, PROMPT, codec, limit)[0]
+    ids = fit_remarked(texts, remarks, PROMPT, codec, limit)
+    assert ids[0] == codec.encode_source([PROMPT.around("short as many words as there are")])[0]
+    assert ids[1] == plain[1] and len(ids[0]) > len(plain[0])
+    behind = fit_remarked(texts[1:], remarks[:1], PROMPT, codec, limit)[0]
+    cue, remark = (len(codec.encode_source([text])[0]) - 1 for text in (PROMPT.suffix, remarks[0]))
+    assert behind[: limit - cue] == plain[1][:-cue], "no more of the text is cut"
+    assert len(behind) == limit + remark - 1 and behind[-cue:] == plain[1][-cue:]
 
 
 def test_long_answers_keep_their_end(codec: MiniLMCodec) -> None:

@@ -107,6 +107,30 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
     assert decoder.steps < longest and decoder.tokens > decoder.steps
 
 
+def test_drawn_answers_depend_on_their_seed_and_not_on_their_batch(tmp_path: Path) -> None:
+    """The first tokens are drawn as often as the model says; other rows of the batch change nothing."""
+    backbone, stack = with_adapters("llama", tmp_path, "")
+    (source,) = backbone.codec.encode_source(SOURCES[:1])
+    count = 400
+
+    def drawn(rows: int) -> list[list[int]]:
+        batches = []
+        for first in range(0, count, rows):
+            batch = batch_of([source] * rows, backbone.codec.pad_id)
+            batch.rows += first
+            seeds = range(first, first + rows)
+            batches.append(Prompts("task", batch, 3, None, temperature=1.0, seeds=seeds))
+        found = {answer.row: list(answer.ids) for answer in AnswerBatch(backbone, stack.activate, 80).answers(batches)}
+        return [found[row] for row in range(count)]
+
+    alone, together = drawn(8), drawn(80)
+    assert alone == together and {len(ids) for ids in alone} <= {1, 2, 3}
+    with stack.activate(None):
+        chances = dynamic_cache.begin(backbone, [source]).logits[0].softmax(-1)
+    shares = torch.bincount(torch.tensor([ids[0] for ids in alone]), minlength=len(chances)) / count
+    torch.testing.assert_close(shares, chances, atol=4 * (0.25 / count) ** 0.5, rtol=0)
+
+
 @pytest.mark.parametrize("part", [1, 3, 256])
 @pytest.mark.parametrize("prompts", ["", "prefix", "suffix"])
 def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_one_by_one(

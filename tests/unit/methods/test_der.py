@@ -16,7 +16,7 @@ from raycl.backbone.base import loss_count
 from raycl.errors import ConfigError
 from raycl.methods.base import activate_batch
 from raycl.methods.context import Step
-from raycl.methods.replay.der import Der, DerConfig, StoredOutputs, positions, squared_error
+from raycl.methods.replay.der import Der, DerConfig, StoredOutputs, squared_error
 from raycl.methods.replay.stored_rows import StoredRows, numbers_of
 from raycl.storage import Storage
 from raycl.training.assembly import build
@@ -90,8 +90,8 @@ def by_hand(context: TrainingContext, batches: list[Batch], mixed: list[Batch]) 
         with activate_batch(method, row):
             output = backbone(row)
         values, columns = method._stored.select(torch.tensor([number]))
-        logits = output.logits[positions(output)]
-        again += output.losses()[positions(output)].tolist()
+        logits = output.logits[output.positions()]
+        again += output.losses()[output.positions()].tolist()
         for now, value, column in zip(logits, values, columns, strict=True):
             known = torch.isfinite(value)
             errors.append(float((now[column[known]] - value[known]).square().mean()))

@@ -83,6 +83,47 @@ def test_a_penalty_counts_once_a_step_whatever_the_accumulation(lab: Lab, kind: 
         torch.testing.assert_close(gradient, seen[name] + 1.0, atol=1e-5, rtol=1e-5)
 
 
+class Gaps:
+    """The squared largest logit of each example in place of the cross-entropy, by the number of examples."""
+
+    def count(self, batch: Batch) -> int:
+        return int(batch.weight.sum())
+
+    def __call__(self, batch: Batch, output: Output) -> Tensor:
+        at = output.positions()
+        best = output.logits.new_zeros(len(batch)).scatter_reduce(0, output.rows[at], output.logits[at].amax(1), "amax")
+        return best.square().sum()
+
+
+@pytest.mark.parametrize("micro", [None, 1, 2])
+def test_a_methods_own_loss_takes_the_place_of_the_cross_entropy(lab: Lab, micro: int | None) -> None:
+    """Its mean is over what it counts, whatever the accumulation, and a penalty still counts once a step."""
+    context, engine, loader = started(lab, "t5", micro_batch_size=micro, max_grad_norm=0)
+    method, gradients = Constant(context), dict[str, Tensor]()
+    method.objective = Gaps()
+    own_step = engine.step
+
+    def step(*given: Any) -> float:
+        gradients.update(
+            {name: p.grad.clone() for name, p in context.backbone.named_parameters() if p.grad is not None}
+        )
+        return own_step(*given)
+
+    engine.step = step  # type: ignore[method-assign]
+    batches = loader.micro_batches(STEPS - 1)
+    (whole,) = started(lab, "t5")[2].micro_batches(STEPS - 1)
+    loss = torch.zeros(())
+    for batch in batches:
+        with activate_batch(context.method, batch):
+            loss = loss + Gaps()(batch, context.backbone(batch)) / Gaps().count(whole)
+    trained = {name: p for name, p in context.backbone.named_parameters() if p.requires_grad}
+    by_hand = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+    result = train_step(engine, method, batches, WORLD, 0)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6) and Gaps().count(whole) == 2
+    for name, gradient in by_hand.items():
+        torch.testing.assert_close(gradients[name], gradient + 1.0, atol=1e-5, rtol=1e-5)
+
+
 def test_the_reported_loss_leaves_penalties_out(lab: Lab) -> None:
     losses = []
     for penalised in (False, True):
