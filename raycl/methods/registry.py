@@ -57,6 +57,7 @@ WRAPPERS: dict[str, str] = {
     "gem": "raycl.methods.gradients.gem:Gem",
     "ogd": "raycl.methods.gradients.ogd:Ogd",
     "lwf": "raycl.methods.regularization.lwf:Lwf",
+    "sdft": "raycl.methods.sdft:Sdft",
     "ewc": "raycl.methods.regularization.ewc:Ewc",
     "mbpa++": "raycl.methods.replay.mbpa:Mbpa",
     "der++": "raycl.methods.replay.der:Der",

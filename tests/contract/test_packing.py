@@ -24,6 +24,7 @@ CASES = {
     "slm": ({}, {}),
     "slm-prefix": ({}, {}),
     "inflora": (MIGU, {}),
+    "sdft": ({}, {}),
 }
 """Method -> sections of both runs, and those of the packed one alone."""
 

@@ -15,7 +15,7 @@ import torch
 from axes import sampled
 from fork_server import ForkServer
 from safetensors.torch import load
-from tiny import ENGINES, VARIANTS, WRITERS, Lab, exported, fits, matrix, run, trace
+from tiny import ENGINES, KINDS, VARIANTS, WRITERS, Lab, exported, fits, matrix, run, trace
 
 from raycl.methods.registry import METHODS, method_config
 from raycl.operations.plan.arithmetic import GPUS, Cluster
@@ -68,7 +68,7 @@ CHOSEN = [
 """Kind, method (and a modifier), engine, micro-batch size."""
 
 OTHERS = [name for name in METHODS if name not in {case[1].removesuffix("-real") for case in CHOSEN}]
-ALL_CASES = [*CHOSEN, *(("bert" if fits("bert", name) else "t5", name, "torch", 1) for name in OTHERS)]
+ALL_CASES = [*CHOSEN, *((next(kind for kind in KINDS if fits(kind, name)), name, "torch", 1) for name in OTHERS)]
 """Cases with every other method of the table too, so that a new one meets two workers without an entry here."""
 
 NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))

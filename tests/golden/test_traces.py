@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import RUNS, WRITERS, Lab, matrix, run, trace
+from tiny import KINDS, RUNS, WRITERS, Lab, fits, matrix, run, trace
 
 from raycl.storage import Storage
 
@@ -46,7 +46,7 @@ def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
         }
     }
     settings: Any = {"name": "slm", "encoder": {"name": "minilm"}} if method == "slm" else method
-    kind = "t5" if method in WRITERS else "bert"
+    kind = next(kind for kind in KINDS if fits(kind, method))
     run(lab.config(kind, WRITERS.get(method, settings), seed=7, **sections), storage)
     steps = trace(storage)
     return {

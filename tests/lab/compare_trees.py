@@ -83,7 +83,8 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
             add(f"{schedule}-{method}", kind, (schedule, method))
     for wrapper in WRAPPERS:
         for learner in ("finetune", "olora"):
-            add(f"{wrapper}-{learner}", "t5", {"name": wrapper, "learner": {"name": learner}})
+            kind = next(kind for kind in ("t5", "llama") if fits(kind, wrapper))
+            add(f"{wrapper}-{learner}", kind, {"name": wrapper, "learner": {"name": learner}})
     for kind in KINDS:
         for modifier in MODIFIERS:
             for method in ("finetune", "lora", "olora", "slm"):

@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
     "bert-slao": Case("bert", "slao", served=True),
     "bert-ewc": Case("bert", "ewc"),
     "t5-lwf": Case("t5", "lwf"),
+    "llama-sdft": Case("llama", "sdft", served=True),
     "bert-ogd": Case("bert", "ogd"),
     "t5-gainlora": Case("t5", "gainlora", served=True),
     "t5-replay-migu": Case("t5", "replay", MIGU),

@@ -74,6 +74,7 @@ WRITERS: dict[str, Any] = {
         "share": 0.1,
         "kd_weight": 1.0,
     },
+    "sdft": {"name": "sdft"},
 }
 """Methods whose model writes texts, which encoder-only backbones do not; the second one trains on stored rows again."""
 
@@ -92,6 +93,9 @@ NOT_SERVED = ("mbpa++", "idbr")
 WHOLE_MODELS = tuple(name for name in METHODS if method_class(name).trains_backbone)
 """Methods that train the backbone's own weights: what they learn is a model, not adapters for a bank."""
 
+DECODERS_ONLY = ("sdft",)
+"""Methods of decoder-only backbones."""
+
 LABELS_ONLY = ("idbr",)
 """Methods of encoder-only backbones."""
 
@@ -99,6 +103,8 @@ LABELS_ONLY = ("idbr",)
 def fits(kind: str, method: str) -> bool:
     """Return whether a method works with that kind of backbone."""
     if method == "lora-copies":  # names of a LLaMA's modules
+        return kind == "llama"
+    if method in DECODERS_ONLY:
         return kind == "llama"
     if method.endswith("-experts"):
         return kind == "mixtral"
