@@ -20,8 +20,12 @@ from raycl.errors import BankError, ConfigError
 from raycl.operations.banks.merge import merge
 from raycl.operations.banks.unlearning import evaluate
 from raycl.scoring.scored_task import recorded_settings
+from raycl.serve.gate.judge import judge
 from raycl.serve.offline.model import OfflineModel
+from raycl.serve.settings import ServeConfig
+from raycl.serve.snapshots.parts import decide_first
 from raycl.storage import Storage
+from raycl.testing.runs import TASKS
 from raycl.testing.tiny_models import tiny_model
 from raycl.training.records.named_bank import snapshot_at
 from raycl.training.setup.checks import check
@@ -114,6 +118,26 @@ def test_snapshots_answer_as_they_were_evaluated(done: Storage, lab: Lab, capsys
         assert wire.chat(text, extra_body={"guided_choice": ["warm"]}).choices[0].message.content == "warm"
         bare = wire.chat(text, model="base", temperature=2.0, seed=3, max_tokens=40).choices[0].message.content
         assert not re.fullmatch(DATE, bare), "no task, no form"
+
+
+def test_gate_and_evaluate_score_answers_of_the_form(
+    lab: Lab, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that knows nothing is right now and then if its answers can only be labels, and never else."""
+    given = {task: {"regex": "|".join(label for label, _ in classes)} for task, classes in TASKS.items()}
+    storage = run(lab.config("llama", "slm", **settings(model, given)), Storage.at(tmp_path / "run")).storage
+    bank, snapshot = snapshot_at(storage.sub("bank").uri)
+    file = Path(lab.tasks[0]["path"]) / "test.jsonl"
+    capsys.readouterr()
+    assert main(["evaluate", bank.storage.uri, str(file), "--task", "colour", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["score"]["value"] > 0
+    earlier, candidate = bank.snapshots()
+    tree = {"bank": bank.storage.uri, "snapshot": earlier, "device": "cpu", "gate": {"split": "test"}}
+    config = ServeConfig(**tree)
+    decide_first(bank, config)
+    result = judge(config, candidate)
+    assert candidate == snapshot.number and result.before["colour"].value > 0
+    assert set(result.after) == set(TASKS) and all(score.value > 0 for score in result.after.values())
 
 
 def test_a_text_alone_gets_the_form_of_the_task_whose_prompt_it_gets(lab: Lab, model: str, tmp_path: Path) -> None:
