@@ -27,11 +27,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
+from settings_reference import SettingsGroup, groups
 
 from raycl.cli import commands as cli
 from raycl.cli import main
 from raycl.config import Section
-from raycl.config.reference import SettingsGroup, groups
 from raycl.operations.banks.commands import COMMANDS
 from raycl.operations.plan.tables import COUNTED_ON, methods_table
 from raycl.operations.sweep.comparison import ComparisonConfig

@@ -5,6 +5,7 @@ The real training loop, loading code and checkpoints, in temporary folders.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -112,7 +113,7 @@ class Battery:
             self._attempt(config, storage, device, None)
         steps = tuple((step["loss"], step["grad_norm"]) for step in read_trace(storage))
         folder = f"predictions/{len(TASKS) - 1:03d}-{TASKS[-1]}"
-        rows = [row for task in TASKS for row in storage.read_json_lines(f"{folder}/{task}.jsonl")]
+        rows = [json.loads(row) for task in TASKS for row in storage.read(f"{folder}/{task}.jsonl").splitlines()]
         return Outcome(steps, tuple(row["answer"] for row in rows))
 
     @staticmethod

@@ -12,6 +12,7 @@ be shared.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import tempfile
@@ -168,7 +169,7 @@ def _evaluated(context: TrainingContext, storage: Storage, router: PublishedRout
     with _as_it_trains(context.backbone) if way == WAYS[-1] else nullcontext():
         StreamEvaluation(context, world, storage, router).row(phase)
     folder = f"predictions/{phase.index:03d}-{phase.name}"
-    return [row for task in phase.tasks for row in storage.read_json_lines(f"{folder}/{task.name}.jsonl")]
+    return [json.loads(row) for task in phase.tasks for row in storage.read(f"{folder}/{task.name}.jsonl").splitlines()]
 
 
 @contextmanager

@@ -136,6 +136,6 @@ def _answers(storage: Storage, results: dict[str, Any]) -> list[str]:
     answers = []
     for index, phase in enumerate(results["phases"]):
         for task in tasks[: index + 1]:
-            rows = storage.read_json_lines(f"predictions/{index:03d}-{phase}/{task}.jsonl")
-            answers += [row["answer"] for row in rows]
+            rows = storage.read(f"predictions/{index:03d}-{phase}/{task}.jsonl").splitlines()
+            answers += [json.loads(row)["answer"] for row in rows]
     return answers

@@ -53,11 +53,6 @@ class RunFiles:
         return self.state.attempts[-1] if self.state.attempts else {}
 
     @property
-    def age(self) -> float:
-        """Seconds since the last heartbeat."""
-        return _age(self.heartbeat, self.now)
-
-    @property
     def beats(self) -> list[dict[str, Any]]:
         """The heartbeats of the workers that are alive: the run's own, or those of its tasks."""
         return [beat for beat in (self.heartbeat, *self.apart.values()) if _is_alive(beat, self.now)]

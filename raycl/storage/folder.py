@@ -345,18 +345,6 @@ class Storage:
         except (ValueError, RecursionError) as error:
             raise StorageError(f"'{self._full(name)}' is not valid JSON: {error}") from error
 
-    def read_json_lines(self, name: str) -> Sequence[Any]:
-        """Parse a file of JSON lines, which end at line feeds alone: U+2028 and the like may stand in their strings.
-
-        Raises:
-            StorageError: a line is not JSON.
-        """
-        lines = self.read(name).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines if line.strip()]
-        except (ValueError, RecursionError) as error:
-            raise StorageError(f"'{self._full(name)}' does not hold JSON lines: {error}") from error
-
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` as indented JSON, atomically."""
         self.write(name, (json.dumps(value, indent=2) + "\n").encode())

@@ -14,9 +14,9 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from page_looks import SCHEMES, Scheme, faults, looks, window
 from playwright.sync_api import Browser, Page, expect
+from settings_reference import groups
 
 import raycl
-from raycl.config.reference import groups
 from raycl.launch.http.page_files import page_files
 from raycl.operations.banks.commands import COMMANDS
 from raycl.training.setup.run_config import RunConfig

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
+from settings_reference import groups
 
 from raycl.config import Section
-from raycl.config.reference import commented_yaml, groups
+from raycl.config.reference import commented_yaml
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.serve.settings import ServeConfig, load_serve_config

@@ -76,10 +76,6 @@ class SourceFile(NamedSource):
         """Return the same with these limits."""
         return replace(self, limits=limits)
 
-    def exists(self) -> bool:
-        """Return whether the file is there."""
-        return self.folder.exists(self.name)
-
     def require(self) -> None:
         """Make sure that the file exists.
 
