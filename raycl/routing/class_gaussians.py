@@ -126,10 +126,6 @@ class ClassGaussians:
             self._calibrator = OodCalibrator(self.distances, list(self.samples.values()))
         return self._calibrator
 
-    def ood_scores(self, queries_BD: Tensor) -> Tensor | None:
-        """Return `[B]` from 0 to 1: the share of dev texts that are nearer to a class; None: none were kept."""
-        return self.calibrated().scores(self.distances(queries_BD)) if self.samples else None
-
     def _prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return S^+ mu `[K, D]` and mu^T S^+ mu / 2 `[K]` of all K classes, S^+, and the number of each class's
         adapter `[K]`; a distance is -2 (q S^+ mu - that), but for a term that all classes share."""

@@ -39,11 +39,10 @@ class KeyConfig(Section):
     mask: float = Field(
         0.2, ge=0, lt=1, description="p, the probability that a slot is left out of a choice while keys are learned"
     )
-    update: Literal["paper", "adam", "official"] = Field(
+    update: Literal["paper", "official"] = Field(
         "paper",
-        description="paper: k += rate * gradient of the cosine, for chosen keys alone; adam: the same loss by Adam, "
-        "keys without a hit left alone; official: AdamW, weight decay 0.01, clip 0.1, and with keys.epochs the rate "
-        "x0.1 after every 2 epochs",
+        description="paper: k += rate * gradient of the cosine, for chosen keys alone; official: AdamW on the same "
+        "loss, weight decay 0.01, clip 0.1, and with keys.epochs the rate x0.1 after every 2 epochs",
     )
     rate: float = Field(1e-3, gt=0, description="gamma, or the optimizer's learning rate")
     steps: int = Field(
@@ -155,7 +154,7 @@ def learn_keys(
         chosen = choose(cosines(queries_BgH[rows], keys), top_k, config.mask, draw)
         gradient = _gradient(keys, queries_BgH[rows], chosen, config, earlier_NgH)
         # the paper adds `rate * grad cos(q, k)` to each key that a text chose (SLM, eq. 5)
-        keys = keys + config.rate * gradient if step is None else step(keys, gradient, chosen, config, epoch)
+        keys = keys + config.rate * gradient if step is None else step(gradient, chosen, config, epoch)
     report(UPDATES, total, total, has_lines=True)
     return keys
 
@@ -225,29 +224,20 @@ def _pull(keys_MgH: Tensor, pulled_MgH: Tensor) -> Tensor:
 
 
 class _OptimizerStep:
-    """Minimises minus the mean of the chosen cosines by Adam, or by the authors' AdamW."""
+    """Minimises minus the mean of the chosen cosines by AdamW, as the authors' code does."""
 
     def __init__(self, keys: Tensor, config: KeyConfig) -> None:
         self.parameter = nn.Parameter(keys.clone())
-        official = config.update == "official"
-        kind = torch.optim.AdamW if official else torch.optim.Adam
-        self.optimizer = kind([self.parameter], lr=config.rate, weight_decay=0.01 if official else 0.0)
+        self.optimizer = torch.optim.AdamW([self.parameter], lr=config.rate, weight_decay=0.01)
 
-    def __call__(self, keys: Tensor, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, epoch: int) -> Tensor:
-        decays = config.update == "official" and config.epochs is not None  # the authors' code, every second epoch
+    def __call__(self, gradient_MgH: Tensor, chosen_BgK: Tensor, config: KeyConfig, epoch: int) -> Tensor:
+        decays = config.epochs is not None  # the authors' code, every second epoch
         for group in self.optimizer.param_groups:
             group["lr"] = config.rate * (DECAY ** (epoch // DECAY_EPOCHS) if decays else 1.0)
-        before = self.parameter.detach().clone()
         self.parameter.grad = -gradient_MgH / chosen_BgK.numel()
-        if config.update == "official":
-            nn.utils.clip_grad_norm_([self.parameter], 0.1)
+        nn.utils.clip_grad_norm_([self.parameter], 0.1)
         self.optimizer.step()
-        moved = self.parameter.detach()
-        if config.update == "adam":
-            acts = (_hits(chosen_BgK, len(keys)).any(0).T | (gradient_MgH != 0).any(-1))[:, :, None]
-            moved = torch.where(acts, moved, before)
-            self.parameter.data.copy_(moved)
-        return moved.clone()
+        return self.parameter.detach().clone()
 
 
 def key_accuracy(similar_BgN: Tensor, own_N: Tensor, top_k: int) -> Tensor:

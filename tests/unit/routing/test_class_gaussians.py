@@ -53,7 +53,7 @@ def test_a_text_on_a_class_mean_goes_to_that_classs_task() -> None:
 def test_the_ood_score_is_the_share_of_dev_texts_that_are_nearer_to_a_class() -> None:
     result = gaussians()
     queries = torch.tensor([[4.0, 1.0], [8.0, 8.0], [30.0, 9.0]])
-    assert result.ood_scores(queries) is None, "no dev text was kept"
+    assert not result.samples, "no dev text was kept"
     dev = torch.tensor([[1.0, 0.0], [8.0, 7.0], [0.0, 1.5], [2.0, 0.4]])
     result.add("b", result.means["b"], result.covariances["b"], dev)
     shared = torch.linalg.inv(torch.diag(torch.tensor([4.0, 0.1], dtype=torch.float64)))
@@ -65,8 +65,8 @@ def test_the_ood_score_is_the_share_of_dev_texts_that_are_nearer_to_a_class() ->
 
     torch.testing.assert_close(result.distances(queries), squared(queries))
     expected = [float((squared(dev) < item).float().mean()) for item in squared(queries)]
-    scores = result.ood_scores(queries)
-    assert scores is not None and scores.tolist() == expected and expected[1] == 0 and expected[2] == 1
+    scores = result.calibrated().scores(result.distances(queries))
+    assert scores.tolist() == expected and expected[1] == 0 and expected[2] == 1
     whole = RouterState("class_gaussians", result.settings(), result.tensors())
     routed = make_router(whole, OWNERS).route_embeddings(queries[:, None], torch.ones(3, 1))
     assert routed.ood_scores is not None and routed.ood_scores.tolist() == expected

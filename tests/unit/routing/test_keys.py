@@ -61,7 +61,7 @@ def test_one_step_of_the_papers_rule() -> None:
             assert torch.equal(after[slot], before[slot])
 
 
-@pytest.mark.parametrize("update", ["paper", "adam", "official"])
+@pytest.mark.parametrize("update", ["paper", "official"])
 @pytest.mark.parametrize("start", ["orthogonal", "data"])
 def test_every_rule_pulls_keys_to_the_texts(update: str, start: str) -> None:
     queries = drawn(1, 24, seed=5) + 0.2 * drawn(60, 24)
@@ -97,16 +97,14 @@ def test_official_keys_are_those_of_the_published_loop() -> None:
     assert not torch.allclose(learn_keys(queries, by_steps, top_k=2, seed=7), result, atol=1e-3), "its rate is constant"
 
 
-def test_keys_without_a_hit_are_left_alone_unless_official() -> None:
-    """AdamW's momentum and decay would move them."""
-    query = drawn(1, 8)
-    for update, stays in (("adam", True), ("official", False)):
-        config = KeyConfig(groups=1, slots=4, mask=0.0, epochs=3, update=update)  # type: ignore[arg-type]
-        before, after = semi_orthogonal(4, 1, 8, seed=3), learn_keys(query, config, 1, seed=3)
-        assert sum(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (3 if stays else 0)
+def test_official_keys_without_a_hit_move_too() -> None:
+    """AdamW's momentum and decay move them."""
+    config = KeyConfig(groups=1, slots=4, mask=0.0, epochs=3, update="official")
+    before, after = semi_orthogonal(4, 1, 8, seed=3), learn_keys(drawn(1, 8), config, 1, seed=3)
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("update", ["paper", "adam", "official"])
+@pytest.mark.parametrize("update", ["paper", "official"])
 def test_the_centrifugal_term_is_that_of_the_published_code(update: str) -> None:
     """Mean over groups and pairs of cosines of new and earlier keys (SLM's released retriever), by autograd."""
     queries, earlier = drawn(8, 12, seed=2), drawn(5, 3, 4, seed=9)
@@ -121,10 +119,9 @@ def test_the_centrifugal_term_is_that_of_the_published_code(update: str) -> None
         (loss * chosen.numel()).backward()
         wanted = keys.detach() - 0.05 * keys.grad
     else:
-        kind = torch.optim.AdamW if update == "official" else torch.optim.Adam
-        optimizer = kind([keys], lr=0.05, weight_decay=0.01 if update == "official" else 0.0)
+        optimizer = torch.optim.AdamW([keys], lr=0.05, weight_decay=0.01)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_([keys], 0.1 if update == "official" else 1e9)
+        torch.nn.utils.clip_grad_norm_([keys], 0.1)
         optimizer.step()
         wanted = keys.detach()
     assert torch.allclose(learn_keys(queries, config, 2, 7, earlier), wanted, atol=1e-5)
