@@ -38,6 +38,7 @@ LEARNERS: dict[str, str] = {
     "prompt": "raycl.methods.single_adapter:SeqPrompt",
     "l2p": "raycl.methods.prompts.l2p:L2p",
     "progprompt": "raycl.methods.prompts.progprompt:ProgPrompt",
+    "saber": "raycl.methods.prompts.saber:Saber",
     "mocl": "raycl.methods.prompts.mocl:Mocl",
     "idbr": "raycl.methods.replay.idbr.idbr:Idbr",
     "lfpt5": "raycl.methods.prompts.lfpt5:Lfpt5",

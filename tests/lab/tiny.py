@@ -75,8 +75,9 @@ WRITERS: dict[str, Any] = {
         "kd_weight": 1.0,
     },
     "sdft": {"name": "sdft"},
+    "saber": {"name": "saber", "prompt_length": 3, "refine_after": 1, "share": 0.0, "batches": 3},
 }
-"""Methods whose model writes texts, which encoder-only backbones do not; the second one trains on stored rows again."""
+"""Methods of backbones that write texts, as encoder-only ones do not; the second one trains on stored rows again."""
 
 RUNS = (*(name for name in METHODS if name not in WRITERS), "separate", "joint")
 """Every other method under the schedule `sequential`, and LoRA under the other two (see `Lab.tree`)."""

@@ -15,7 +15,7 @@ Where the authors' code differs: it cuts prompts and text together at 512 positi
 to task; here `stream.max_source_tokens` is the text's alone. Its early stopping is `eval.select=best_dev`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -23,18 +23,26 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.adapters.head import Rule as HeadRule
-from raycl.adapters.soft_prompts import PromptForm, PromptUse
+from raycl.adapters.soft_prompts import PLAIN, PromptForm, PromptUse
 from raycl.backbone import Backbone
 from raycl.methods.base import MethodConfig, State
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.types import Batch, Mixture, RouterState
 
 
-class ProgPromptConfig(MethodConfig):
+class GrowingPromptsConfig(MethodConfig):
+    """Settings of methods that put the prompt of each task in front of those of all earlier ones."""
+
+    prompt_length: int = Field(10, ge=1, description="positions of the prompt of one task")
+
+    def prompt_positions(self, tasks: int) -> int:
+        return tasks * self.prompt_length
+
+
+class ProgPromptConfig(GrowingPromptsConfig):
     """Progressive Prompts: a soft prompt for each task in front of those of all earlier tasks."""
 
     name: Literal["progprompt"] = "progprompt"
-    prompt_length: int = Field(10, ge=1, description="positions of the prompt of one task")
     prompt_form: Literal["plain", "mlp"] = Field(
         "plain", description="what a task trains. plain: the prompt P; mlp: also a residual MLP, P' = MLP(P) + P"
     )
@@ -56,20 +64,21 @@ class ProgPromptConfig(MethodConfig):
         """Return whether batches name their tasks, which they must where the task id selects the prompts."""
         return self.task_id
 
-    def prompt_positions(self, tasks: int) -> int:
-        return tasks * self.prompt_length
 
-
-class ProgPrompt(PerTaskAdapter):
-    """A growing row of prompts, of which only the newest is trained.
+class GrowingPrompts(PerTaskAdapter):
+    """A growing row of prompts, of which the newest is trained.
 
     Where the schedule gives the task id (`separate`), each prompt is trained and stands in front of texts alone.
     """
 
-    Config = ProgPromptConfig
+    def __init__(self, config: GrowingPromptsConfig, backbone: Backbone, seed: int, by_task: bool) -> None:
+        """Start without prompts.
 
-    def __init__(self, config: ProgPromptConfig, backbone: Backbone, seed: int) -> None:
-        self._rule: HeadRule = "label_count" if config.task_id else "probability"  # the head that a mixture names
+        Args:
+            by_task: the task id of a text picks its prompts.
+        """
+        self._rule: HeadRule = "label_count" if by_task else "probability"  # the head that a mixture names
+        self._by_task = by_task
         self._places: dict[str, int] = {}
         super().__init__(config, backbone, seed, AdapterForm((), 1.0, self._rule, prompts="concat"))
 
@@ -77,11 +86,11 @@ class ProgPrompt(PerTaskAdapter):
         """Order prompts in front of the text: in the order of their numbers, the largest first."""
         return PromptUse(True, (-self._places.get(adapter, 0), adapter))
 
-    def _create(self, task: str) -> None:
-        self.stack.begin_training({task: 0}, self.scale)
-        form = PromptForm(self.config.prompt_form)
-        self._begin_prompts(1, self.config.prompt_length, form)
-        self._places[task] = 1 + max(self._places.values(), default=0)
+    def _create_prompts(self, names: Sequence[str], form: PromptForm = PLAIN) -> None:
+        """Have prompts in training, the first one that of the task, which stands in front of all others."""
+        self.stack.begin_training(dict.fromkeys(names, 0), self.scale)
+        self._begin_prompts(len(names), self.config.prompt_length, form)
+        self._places[names[0]] = 1 + max(self._places.values(), default=0)
 
     def route(self, batch: Batch) -> Mixture:
         """Return all prompts, and the task's label head."""
@@ -91,7 +100,7 @@ class ProgPrompt(PerTaskAdapter):
 
     def _router(self) -> RouterState:
         """Return the prompts of the task and of all earlier ones by its task id; all of them without."""
-        kind = "task" if self.task_id_given else "progressive" if self.config.task_id else "sum"
+        kind = "task" if self.task_id_given else "progressive" if self._by_task else "sum"
         places = {name: self._places[name] for name in self._learned}
         return RouterState(kind, {"prompt_mixing": "concat", "prompt_order": places, "head_rule": self._rule})
 
@@ -103,3 +112,15 @@ class ProgPrompt(PerTaskAdapter):
         learned = dict(values["learned"])
         self._places |= {name: number for name, number in values["places"].items() if name in learned}
         super().load_state_dict(values, tensors)
+
+
+class ProgPrompt(GrowingPrompts):
+    """Prompts of which those of earlier tasks are frozen."""
+
+    Config = ProgPromptConfig
+
+    def __init__(self, config: ProgPromptConfig, backbone: Backbone, seed: int) -> None:
+        super().__init__(config, backbone, seed, by_task=config.task_id)
+
+    def _create(self, task: str) -> None:
+        self._create_prompts([task], PromptForm(self.config.prompt_form))
