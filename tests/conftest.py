@@ -13,11 +13,16 @@ import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 from shared_cluster import SharedCluster
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 QUIET = {
@@ -32,6 +37,9 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "RAY_worker_niceness": "0",  # Ray's workers would wait for the tests that run beside them
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # in tests/ray they are no children of the raylet
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",  # Ray's: every 5 s its agent reads what each process of the machine uses
+    "METRICS_RECORD_INTERVAL_S": "60",  # of the dashboard itself; Ray's: 5
+    "LOG_NAME_UPDATE_INTERVAL_S": "2",  # Ray's: twice a second it looks for new files
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """Token authentication as in real clusters, but without a token file in the home folder."""
@@ -49,8 +57,21 @@ if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 1024**3:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 """Folders of tests are kept in memory where it has room for them: raycl waits for the disk after each file."""
 
-LONGEST = ("test_train_on_ray", "test_several_rays", "test_sweep", "test_warm_workers", "test_serve", "test_submit")
-"""Files of tests/ray that take half a minute or more of processor time, the longest first."""
+SHARING = (
+    "test_several_rays",
+    "test_sweep",
+    "test_warm_workers",
+    "test_serve",
+    "test_parallel_groups",
+    "test_object_store_cache",
+)
+"""Files of tests/ray that share a cluster: one process gets all of them."""
+
+LONGEST = ("test_train_on_ray", *SHARING, "test_submit")
+"""Files of tests/ray that begin before the others."""
+
+ALONE = ("test_devices", "test_world_size")
+"""Files of tests/contract that share no runs with others there; one process gets those that do."""
 
 pytest_plugins = ["complete_runs", "chromium"]
 """Modules of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
@@ -75,6 +96,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Return what hands out files, and together those that share a cluster or complete runs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadSharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            if file.stem in SHARING or (file.parent.name == "contract" and file.stem not in ALONE):
+                return str(file.parent)
+            return str(file)
+
+    return LoadSharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -164,11 +199,9 @@ def own_or_no_cluster(request: pytest.FixtureRequest, shared_cluster: SharedClus
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(request: pytest.FixtureRequest, shared_cluster: SharedCluster) -> dict[str, str]:
+def ray_cluster(shared_cluster: SharedCluster) -> dict[str, str]:
     """Return the address info of a Ray cluster of 2 CPUs on this machine.
 
-    The module that follows in this process uses it too, unless either sets `OWN_CLUSTER`. With the dashboard in modules
-    that set `DASHBOARD`: they start runs that join the cluster, and without it Train's cleaner of placement groups,
-    which these have, cannot work and warns every second.
+    The module that follows in this process uses it too, unless either sets `OWN_CLUSTER`.
     """
-    return shared_cluster.get(getattr(request.module, "DASHBOARD", False))
+    return shared_cluster.get()

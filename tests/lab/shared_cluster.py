@@ -1,4 +1,4 @@
-"""A Ray cluster that modules of tests share where they follow one another in a process and need the same."""
+"""A Ray cluster that modules of tests share where they follow one another in a process."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ class SharedCluster:
             environment: variables of its workers.
         """
         self._one_at_a_time, self._environment = one_at_a_time, environment
-        self._has_dashboard: bool | None = None
+        self._is_running = False
         self._address_info: dict[str, str] = {}
         self._folder = ""
 
     @property
     def is_running(self) -> bool:
         """Return whether it has been started and not ended."""
-        return self._has_dashboard is not None
+        return self._is_running
 
-    def get(self, dashboard: bool) -> dict[str, str]:
-        """Return the address info of the running cluster, or of a new one where that differs in its dashboard."""
-        if self._has_dashboard != dashboard:
-            self.end()
+    def get(self) -> dict[str, str]:
+        """Return the address info of the running cluster, or of a new one where none is running."""
+        if not self._is_running:
             with ExitStack() as stack:
                 stack.callback(self.end)  # of a cluster that did not start
-                self._start(dashboard)
+                self._start()
                 stack.pop_all()
         return self._address_info
 
@@ -46,12 +45,12 @@ class SharedCluster:
 
             ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._has_dashboard = None
+            self._is_running = False
 
-    def _start(self, dashboard: bool) -> None:
+    def _start(self) -> None:
         import ray
 
-        self._has_dashboard = dashboard
+        self._is_running = True
         self._folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # short: paths of UNIX sockets end at 107 bytes
         with self._one_at_a_time:
             context = ray.init(
@@ -60,7 +59,7 @@ class SharedCluster:
                 num_gpus=0,
                 object_store_memory=200 * 1024**2,
                 namespace="raycl-tests",
-                include_dashboard=dashboard,
+                include_dashboard=True,  # without it Train's cleaner of placement groups warns every second
                 log_to_driver=False,
                 runtime_env={"env_vars": self._environment},
                 _temp_dir=self._folder,

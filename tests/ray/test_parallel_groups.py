@@ -6,6 +6,7 @@ holds.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from tiny import Lab, exported, matrix, run, trace
 
 from raycl import config as configs
@@ -30,7 +32,6 @@ from raycl.training.setup.run_config import RunConfig
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
-DASHBOARD = True
 NAMES = ("colour", "animal", "again")
 
 
@@ -79,9 +80,12 @@ def test_groups_of_one_worker_stay_and_one_that_is_killed_is_replaced(
     assert "animal: the worker's process died, " in caplog.text and "[3/3] again: joined" in caplog.text
 
 
-def test_groups_of_two_workers_learn_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
-    for name, at_once in (("whole", 1), ("split", 2)):
-        driver.train(prepare(three(lab, tmp_path / name, 2, at_once, count=2)))
+def test_groups_of_two_workers_learn_at_the_same_time(lab: Lab, fork_server: ForkServer, tmp_path: Path) -> None:
+    whole_run = configs.as_tree(three(lab, tmp_path / "whole", 2, 1, count=2))
+    jobs = [{"tree": whole_run, "folder": str(tmp_path / "whole"), "after": None}]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    fork_server.pair("two_workers:main", tmp_path, tmp_path / "rendezvous", tmp_path / "jobs.json", seconds=120)
+    driver.train(prepare(three(lab, tmp_path / "split", 2, 2, count=2)))
     whole, split = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "split")
     assert_equal(whole, split)
     folders = [split.sub(f"tasks/{index:03d}-{name}") for index, name in enumerate(NAMES[:2])]

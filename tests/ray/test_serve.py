@@ -30,8 +30,8 @@ from raycl.training.assembly import build
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.distributed import DistributedContext
 
-CLIENTS, PORT, NAME = 16, 8917, "mine"
-PAUSE_S = 0.05
+CLIENTS, PORT, NAME = 8, 8917, "mine"
+PAUSE_S = 0.1
 """Seconds between a client's requests: without them the clients take all processors while a task is learned."""
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 

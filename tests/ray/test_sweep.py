@@ -32,7 +32,6 @@ from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.run_config import RunConfig, load_config
 
 REPO = Path(__file__).resolve().parents[2]
-DASHBOARD = True
 
 
 @dataclass(frozen=True)
@@ -192,11 +191,11 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
 
     The third is short. Those that continue share a process.
     """
-    train = {"epochs": 100, "log_every_s": 0.1}
+    train, pause = {"epochs": 100, "log_every_s": 0.1}, {"name": "pause", "seconds": 0.2}
     tree = {
         "name": "mine",
-        "base": lab.tree("bert", "lora", train=train, checkpoint={"every_steps": None}, modifiers=["pause"]),
-        "space": {"seed": {"grid": [1, 2, 3]}, "train.max_steps": {"expr": "4 if seed == 3 else 60"}},
+        "base": lab.tree("bert", "lora", train=train, checkpoint={"every_steps": None}, modifiers=[pause]),
+        "space": {"seed": {"grid": [1, 2, 3]}, "train.max_steps": {"expr": "4 if seed == 3 else 20"}},
         "search": {"name": "grid"},
         "concurrency": 2,
     }
@@ -206,7 +205,7 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster["address"])
     first, running = start(file), [sweep_folder.run(number) for number in (0, 1)]
     try:
-        wait(lambda: all(len(trace(trial)) > 10 for trial in running), first)
+        wait(lambda: all(len(trace(trial)) > 3 for trial in running), first)
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate(timeout=100)
     finally:

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "site", "ray_cluster"), pytest.m
 """The order counts: the cluster's workers take the store's credentials and their path from the environment."""
 
 REPO = Path(__file__).resolve().parents[2]
-DASHBOARD = OWN_CLUSTER = True
+OWN_CLUSTER = True
 STEPS = (80, 160)
 """Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
 

@@ -32,8 +32,7 @@ from raycl.training.records.journal import read_state
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 REPO = Path(__file__).resolve().parents[2]
-DASHBOARD = True
-LONG = ["modifiers=[pause]", 'train.epochs_by_task={"colour":8,"animal":25}']
+LONG = ['modifiers=[{"name":"pause","seconds":0.2}]', 'train.epochs_by_task={"colour":2,"animal":6}']
 ROWS = [("the sky is blue", "cold"), ("the sea is blue", "cold"), ("the sun is red", "warm"), ("red fire", "warm")] * 3
 
 
