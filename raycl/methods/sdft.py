@@ -41,7 +41,6 @@ from raycl.backbone.positions import attends_to_all
 from raycl.data.loader import padded
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
-from raycl.generation.answer_batch import AnswerBatch, Prompts
 from raycl.methods.base import Learned, State, activate
 from raycl.methods.context import TaskContext
 from raycl.methods.held_weights import HeldWeights
@@ -235,6 +234,11 @@ class Sdft(Wrapper):
 
         A row's draws depend on the step and the row alone, so that neither accumulation nor workers change them.
         """
+        from raycl.generation.answer_batch import (
+            AnswerBatch,
+            Prompts,
+        )  # commands that only read configs do not wait for it
+
         real = int((batch.rows >= 0).sum())
         answers: list[list[int]] = [[] for _ in range(len(batch))]
         if not real:
