@@ -247,7 +247,8 @@ def check_graphs(what: str, item: Decoder, ids_BT: Tensor, logits_TBV: Tensor) -
     apart, rounding = (
         float(((other - eager_TBV).norm(dim=-1) / size_TB).max()) for other in (logits_TBV.float(), plain_TBV)
     )
-    tolerance = max(TOLERANCE[torch.float32], ROUNDING * rounding)
+    half_step = torch.finfo(item.backbone.model.dtype).eps / 2  # kernels of a plain pass may be those of eager steps
+    tolerance = max(TOLERANCE[torch.float32], half_step, ROUNDING * rounding)
     if not apart <= tolerance:
         raise WrongResultError(
             f"{what}: captured steps lie {apart:.2g} of the logits' norm from eager ones, expected at most "
