@@ -125,6 +125,7 @@ TRANSFORMING = [
     name
     for name in METHODS
     if method_class(name).transform_gradients not in (Method.transform_gradients, Wrapper.transform_gradients)
+    and name != "saber"  # it trains prompts, of which MIGU masks nothing
 ]
 
 
