@@ -234,10 +234,8 @@ class Sdft(Wrapper):
 
         A row's draws depend on the step and the row alone, so that neither accumulation nor workers change them.
         """
-        from raycl.generation.answer_batch import (
-            AnswerBatch,
-            Prompts,
-        )  # commands that only read configs do not wait for it
+        # imported here, since commands that only read configs would wait for transformers
+        from raycl.generation.answer_batch import AnswerBatch, Prompts
 
         real = int((batch.rows >= 0).sum())
         answers: list[list[int]] = [[] for _ in range(len(batch))]

@@ -323,12 +323,9 @@ class SlotRouter:
         exists_BTm = place_m < own_BT[:, :, None]
         number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
         unit_BgH = torch.nn.functional.normalize(split_groups(queries_BC, self.groups), dim=-1)
-        if self.config.scope == "batch":
-            unit_BgH = unit_BgH.mean(0, keepdim=True)
         unit_BTmgH = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
         similar_BTgm = (unit_BgH[:, None, None] * unit_BTmgH).sum(-1).transpose(2, 3)
-        own = self.config.model_copy(update={"scope": "instance"})
-        weights = slot_weights(similar_BTgm.flatten(0, 1), own, exists_BTm.flatten(0, 1), self.per_group)
+        weights = slot_weights(similar_BTgm.flatten(0, 1), self.config, exists_BTm.flatten(0, 1), self.per_group)
         columns = number_BTm
         if self.per_group:
             starts_g = torch.arange(self.groups, device=joined.device) * len(joined)
@@ -347,8 +344,21 @@ class SlotRouter:
         softmax."""
         if kind == "keys":
             return slot_weights(self.similar(queries_BC), self.config, None, self.per_group)
+        if self.config.scope == "batch" or self.config.rule == "vote":  # votes are often equal: all slots decide
+            return self._task_by_task(queries_BC, nearest)
         columns_BM, weights_BM = self._of_nearest_tasks(queries_BC, nearest)
         return weights_BM.new_zeros(len(queries_BC), len(self._adapter_names)).scatter_add(1, columns_BM, weights_BM)
+
+    def _task_by_task(self, queries_BC: Tensor, nearest: NearestTasks | None) -> Tensor:
+        """Return the weights under a discriminant, for each task from the cosines of all slots."""
+        nearest = nearest or self.discriminant.nearest(queries_BC, self.config.top_k)
+        chances_BT = nearest.chances(self.config.top_k, len(self.tasks))
+        similar_BgN, owner_N = self.similar(queries_BC), self._owner_on(queries_BC.device)
+        total = chances_BT.new_zeros(len(queries_BC), len(self._adapter_names))
+        for number in chances_BT.any(0).nonzero().flatten().tolist():
+            mine = (owner_N == number).expand(len(queries_BC), -1)
+            total += chances_BT[:, number, None] * slot_weights(similar_BgN, self.config, mine, self.per_group)
+        return total
 
     @property
     def discriminant(self) -> Discriminant:

@@ -98,7 +98,7 @@ def _recorded(options: argparse.Namespace, files: list[str]) -> int:
     """Print the comparison and the verdicts of recorded runs, write what needs no folders of runs."""
     from raycl.errors import RunError
     from raycl.operations.report.latex import to_latex
-    from raycl.operations.report.page.recorded_sections import recorded_sections, recorded_verdicts
+    from raycl.operations.report.page.recorded_sections import recorded_sections, studies_of
     from raycl.operations.report.page.report_page import page_of
     from raycl.operations.report.recorded_runs import RecordedRuns
     from raycl.operations.report.tables import comparison_table
@@ -110,16 +110,14 @@ def _recorded(options: argparse.Namespace, files: list[str]) -> int:
         raise RunError(
             f"'{files[0]}' has the numbers of runs alone, and {other} needs their folders: give one or the other"
         )
-    studies = [RecordedRuns(Path(file)) for file in files]
-    pages, trees = [], []
-    sections = recorded_sections(studies, options.against)
+    studies = studies_of([RecordedRuns(Path(file)) for file in files], options.against)
+    pages = []
     for study in studies:
-        verdicts = recorded_verdicts(study, options.against)
-        pages += [comparison_table(study.lines()), *([verdict_table(verdicts)] if verdicts else [])]
-        trees += [verdict.tree for verdict in verdicts]
-    show(options, "\n\n".join(map(str, pages)), {"runs": [study.runs for study in studies], "verdicts": trees})
+        pages += [comparison_table(study.lines), *([verdict_table(study.verdicts)] if study.verdicts else [])]
+    trees = [verdict.tree for study in studies for verdict in study.verdicts]
+    show(options, "\n\n".join(map(str, pages)), {"runs": [study.runs.runs for study in studies], "verdicts": trees})
     if options.html:
-        _write(options, options.html, page_of(sections, _title(files)))
+        _write(options, options.html, page_of(recorded_sections(studies), _title(files)))
     if options.latex:
         _write(options, options.latex, to_latex(pages))
     return 0

@@ -33,6 +33,8 @@ class RecordedRuns:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.runs: dict[str, dict[str, dict[str, str]]] = {}
+        if not file.is_file():
+            raise RunError(f"there is no file '{file}': expected one of `raycl report RUNS --runs-csv`")
         with file.open(encoding="utf-8", newline="") as lines:
             table = csv.DictReader(lines)
             missing = sorted(set(HEADS) - set(table.fieldnames or ()))
@@ -75,12 +77,6 @@ class RecordedRuns:
         """Names of the tasks, in the order of the columns."""
         first = next(iter(next(iter(self.runs.values())).values()))
         return [column.removeprefix(SCORE) for column in first if column.startswith(SCORE)]
-
-    @property
-    def where(self) -> tuple[str, str]:
-        """Stream and backbone of the first run."""
-        first = next(iter(next(iter(self.runs.values())).values()))
-        return first["stream"], first["backbone"]
 
     def lines(self) -> list[Line]:
         """Return a line of a comparison for each row: means and deviations over its seeds.

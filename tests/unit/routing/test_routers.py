@@ -270,6 +270,27 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -
     assert len(few.names) <= 2 * 2 * (2 + more), "only slots that a text selected have a column"
 
 
+@pytest.mark.parametrize("scope", ["instance", "batch"])
+@pytest.mark.parametrize("similarity", ["cosine", "softmax"])
+@pytest.mark.parametrize(
+    ("rule", "per_group"), [("group_union", False), ("group_union", True), ("group_mean", False), ("vote", False)]
+)
+def test_a_discriminant_weighs_slots_as_its_rule_says_within_each_task(
+    rule: str, per_group: bool, similarity: str, scope: str
+) -> None:
+    """Under every rule: the weights with the task given, times how probable the task is."""
+    router, texts = drawn_router("discriminant", 12, more=3)
+    router.config = RetrievalConfig.model_validate({"rule": rule, "similarity": similarity, "scope": scope})
+    router.per_group = per_group
+    similar, owner = router.similar(texts), router.owner()
+    chances = router.discriminant.nearest(texts, 2).chances(2, 12)
+    expected = torch.zeros_like(router.route(texts).weights)
+    for task in range(12):
+        mine = (owner == task).expand(len(texts), -1)
+        expected += chances[:, task, None] * slot_weights(similar, router.config, mine, per_group)
+    torch.testing.assert_close(router.route(texts).weights, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_the_approximate_index_finds_what_it_promises() -> None:
     router, texts = drawn_router("keys", 1500)
     parts = texts.view(-1, 2, 8)

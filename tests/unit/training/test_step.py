@@ -96,7 +96,9 @@ class Gaps:
 
 
 @pytest.mark.parametrize("micro", [None, 1, 2])
-def test_a_methods_own_loss_takes_the_place_of_the_cross_entropy(lab: Lab, micro: int | None) -> None:
+def test_a_methods_own_loss_takes_the_place_of_the_cross_entropy(
+    lab: Lab, micro: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its mean is over what it counts, whatever the accumulation, and a penalty still counts once a step."""
     context, engine, loader = started(lab, "t5", micro_batch_size=micro, max_grad_norm=0)
     method, gradients = Constant(context), dict[str, Tensor]()
@@ -109,7 +111,7 @@ def test_a_methods_own_loss_takes_the_place_of_the_cross_entropy(lab: Lab, micro
         )
         return own_step(*given)
 
-    engine.step = step  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "step", step)
     batches = loader.micro_batches(STEPS - 1)
     (whole,) = started(lab, "t5")[2].micro_batches(STEPS - 1)
     loss = torch.zeros(())

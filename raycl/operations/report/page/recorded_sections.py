@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import fmean
 
@@ -21,7 +21,7 @@ from raycl.operations.report.page.sections import (
 )
 from raycl.operations.report.plots import CELL_HEIGHT, CELL_WIDTH, MARGIN, axes_at, draw_cells, new_figure
 from raycl.operations.report.recorded_runs import SCORE, RecordedRuns
-from raycl.operations.report.run_comparison import Spread
+from raycl.operations.report.run_comparison import Line, Spread
 from raycl.operations.report.tables import Page, points
 from raycl.operations.report.verdicts import Verdict
 from raycl.text_tables import grid
@@ -32,58 +32,96 @@ MOST_COLUMNS = 16
 """Columns of a heat map that fit on a page."""
 
 
-def recorded_sections(studies: Sequence[RecordedRuns], against: str | None = None) -> list[PageSection]:
-    """Return the sections of each file, in the order of the files.
+@dataclass(frozen=True)
+class RecordedStudy:
+    """A file of recorded runs as a page shows it.
+
+    Attributes:
+        lines: a comparison's lines. competing: names of the rows that learn one task after another, which come first.
+        verdicts: on each of these rows against the reference.
+    """
+
+    runs: RecordedRuns
+    lines: Sequence[Line]
+    competing: Sequence[str]
+    verdicts: Sequence[Verdict]
+
+    @property
+    def where(self) -> str:
+        """Stream and backbone."""
+        return f"{self.lines[0].stream}, {self.lines[0].backbone}"
+
+    @staticmethod
+    def of(runs: RecordedRuns, against: str | None = None) -> RecordedStudy:
+        """Return the study; p-values count all pairs of rows unless the reference is named.
+
+        Raises:
+            RunError: the file has runs on several streams or backbones.
+        """
+        lines, competing = runs.lines(), runs.competing()
+        benches = sorted({f"{line.stream}, {line.backbone}" for line in lines})
+        if len(benches) > 1:
+            raise RunError(f"'{runs.file}' has runs on {'; '.join(benches)}: expected one stream and backbone a file")
+        if against is not None:
+            pairs = [(row, against) for row in competing if row != against] if against in runs.runs else []
+            return RecordedStudy(runs, lines, competing, runs.verdicts(pairs))
+        pairs = [(row, competing[0]) for row in competing[1:]] + list(combinations(competing[1:], 2))
+        return RecordedStudy(runs, lines, competing, runs.verdicts(pairs)[: max(0, len(competing) - 1)])
+
+
+def studies_of(files: Sequence[RecordedRuns], against: str | None = None) -> list[RecordedStudy]:
+    """Return a study of each file.
 
     Args:
         against: the row that is the reference of the verdicts; None: of each file the row with the highest AP of those
             that learn the tasks one after another.
 
     Raises:
-        RunError: no file has this row, or a file has no runs.
+        RunError: no file has this row, or see `RecordedStudy.of`.
     """
-    if against is not None and not any(against in study.runs for study in studies):
-        names = ", ".join(dict.fromkeys(row for study in studies for row in study.runs))
+    if against is not None and not any(against in runs.runs for runs in files):
+        names = ", ".join(dict.fromkeys(row for runs in files for row in runs.runs))
         raise RunError(f"no row of these runs is named '{against}': expected one of {names}")
-    overview = [_overview(studies)] if len(studies) > 1 else []
-    return [*overview, *(section for study in studies for section in _of_study(study, against))]
+    return [RecordedStudy.of(runs, against) for runs in files]
 
 
-def recorded_verdicts(study: RecordedRuns, against: str | None = None) -> list[Verdict]:
-    """Return the verdict on each row against the reference; p-values count all pairs unless the reference is named."""
-    rows = study.competing()
-    if against is not None:
-        return study.verdicts([(row, against) for row in rows if row != against]) if against in study.runs else []
-    first, *others = rows
-    made = study.verdicts([(row, first) for row in others] + list(combinations(others, 2)))
-    return made[: len(others)]
+def recorded_sections(studies: Sequence[RecordedStudy]) -> list[PageSection]:
+    """Return the sections of each study, in their order, and in front what all of them have."""
+    overview = _overview(studies) if len(studies) > 1 else None
+    sections = [section for study in studies for section in _of_study(study)]
+    return sections if overview is None else [overview, *sections]
 
 
-def _of_study(study: RecordedRuns, against: str | None) -> list[PageSection]:
-    lines = study.lines()
-    verdicts = recorded_verdicts(study, against)
+def _of_study(study: RecordedStudy) -> list[PageSection]:
+    lines = study.lines
     sections = [
-        replace(comparison_section(lines), figure=scores_figure(lines[: len(study.competing())])),
-        verdict_section(verdicts) if verdicts else None,
+        replace(comparison_section(lines), figure=_scores_figure(lines[: len(study.competing)] or lines)),
+        verdict_section(study.verdicts) if study.verdicts else None,
         _scores(study),
         transfer_section(lines),
         cost_section(lines),
     ]
-    where = ", ".join(study.where)
-    return [replace(section, title=f"{section.title}: {where}") for section in sections if section is not None]
+    return [replace(part, title=f"{part.title}: {study.where}") for part in sections if part is not None]
 
 
-def _overview(studies: Sequence[RecordedRuns]) -> PageSection:
-    """Return AP of the rows that all files have, the highest mean first."""
-    known = [{line.method: line for line in study.lines()} for study in studies]
-    rows = [row for row in studies[0].competing() if all(row in study.competing() for study in studies)]
-    aps = {row: [lines[row].numbers["ap"] for lines in known] for row in rows}
-    rows.sort(key=lambda row: -fmean(ap.mean for ap in aps[row] if ap is not None))
-    table = grid(
-        ["method", *(", ".join(study.where) for study in studies)], [[row, *map(points, aps[row])] for row in rows]
-    )
-    backbones = [study.where[1] for study in studies]
-    names = backbones if len(set(backbones)) == len(studies) else [study.where[0] for study in studies]
+def _scores_figure(lines: Sequence[Line]) -> Figure | None:
+    scored = [line for line in lines if line.numbers["ap"] is not None]
+    return scores_figure(scored) if scored else None
+
+
+def _overview(studies: Sequence[RecordedStudy]) -> PageSection | None:
+    """Return AP of the rows that all files have, the highest mean first; None: there are none."""
+    known = [{line.method: line.numbers["ap"] for line in study.lines} for study in studies]
+    aps = {
+        row: [ap for ap in (numbers.get(row) for numbers in known) if ap is not None] for row in studies[0].competing
+    }
+    rows = [row for row in aps if len(aps[row]) == len(studies) and all(row in study.competing for study in studies)]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: -fmean(ap.mean for ap in aps[row]))
+    table = grid(["method", *(study.where for study in studies)], [[row, *map(points, aps[row])] for row in rows])
+    backbones = [study.lines[0].backbone for study in studies]
+    names = backbones if len(set(backbones)) == len(studies) else [study.lines[0].stream for study in studies]
     cells = [[aps[row][place] for row in rows] for place in range(len(studies))]
     lead = [
         "AP of the methods that all files have and that learn the tasks one after another, means over seeds; the "
@@ -92,13 +130,15 @@ def _overview(studies: Sequence[RecordedRuns]) -> PageSection:
     return PageSection("AP on each stream", _cells_figure(_means(cells), rows, names), lead, numbers=[Page(table)])
 
 
-def _scores(study: RecordedRuns) -> PageSection:
-    """Return the last score of each task, a line for each row of runs."""
-    rows = [line.method for line in study.lines()]
-    cells = [[Spread.over(study.numbers(row, f"{SCORE}{task}")) for task in study.tasks] for row in rows]
-    table = grid(["method", *study.tasks], [[row, *map(points, known)] for row, known in zip(rows, cells, strict=True)])
+def _scores(study: RecordedStudy) -> PageSection | None:
+    """Return the last score of each task, a line for each row of runs; None: the file has no scores of tasks."""
+    tasks, rows = study.runs.tasks, [line.method for line in study.lines]
+    if not tasks:
+        return None
+    cells = [[Spread.over(study.runs.numbers(row, f"{SCORE}{task}")) for task in tasks] for row in rows]
+    table = grid(["method", *tasks], [[row, *map(points, known)] for row, known in zip(rows, cells, strict=True)])
     lead = ["Scores after the last task, means over seeds."]
-    return PageSection("Scores of tasks", _cells_figure(_means(cells), study.tasks, rows), lead, numbers=[Page(table)])
+    return PageSection("Scores of tasks", _cells_figure(_means(cells), tasks, rows), lead, numbers=[Page(table)])
 
 
 Cells = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -11,7 +11,7 @@ import pytest
 
 from raycl.cli.main import main
 from raycl.errors import RunError
-from raycl.operations.report.page.recorded_sections import recorded_sections, recorded_verdicts
+from raycl.operations.report.page.recorded_sections import recorded_sections, studies_of
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import compare, runs_to_csv
 
@@ -51,15 +51,15 @@ def test_lines_are_those_of_the_runs(make_result: Make, tmp_path: Path) -> None:
 
 
 def test_a_page_has_the_files_side_by_side_and_each_alone(make_result: Make, tmp_path: Path) -> None:
-    studies = [recorded(runs(make_result, name), tmp_path / f"{name}.csv") for name in ("a", "b")]
-    titles = [section.title for section in recorded_sections(studies)]
+    files = [recorded(runs(make_result, name), tmp_path / f"{name}.csv") for name in ("a", "b")]
+    titles = [section.title for section in recorded_sections(studies_of(files))]
     assert titles[:4] == [
         "AP on each stream",
         "Comparison: a, mini-t5",
         "Verdicts: a, mini-t5",
         "Scores of tasks: a, mini-t5",
     ]
-    assert "AP on each stream" not in [section.title for section in recorded_sections(studies[:1])]
+    assert "AP on each stream" not in [section.title for section in recorded_sections(studies_of(files[:1]))]
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--html", str(page), "--quiet"]) == 0
     text = page.read_text(encoding="utf-8")
@@ -68,12 +68,12 @@ def test_a_page_has_the_files_side_by_side_and_each_alone(make_result: Make, tmp
 
 def test_verdicts_follow_the_numbers(make_result: Make, tmp_path: Path) -> None:
     results = runs(make_result, "a")
-    (verdict,) = recorded_verdicts(recorded(results, tmp_path / "a.csv"))
+    (verdict,) = studies_of([recorded(results, tmp_path / "a.csv")])[0].verdicts
     assert (verdict.first, verdict.second, verdict.word) == ("lora", "slm", "worse")
     for result in results[2:4]:
         for cell in result["matrix"][-1]:
             cell["value"] += 19.0
-    (verdict,) = recorded_verdicts(recorded(results, tmp_path / "a.csv"), "slm")
+    (verdict,) = studies_of([recorded(results, tmp_path / "a.csv")], "slm")[0].verdicts
     assert verdict.difference is not None and verdict.difference.mean == pytest.approx(-1.0)
 
 
@@ -83,10 +83,17 @@ def test_other_files_and_names_are_refused(
     file = tmp_path / "a.csv"
     study = recorded(runs(make_result, "a"), file)
     with pytest.raises(RunError, match="no row of these runs is named 'ewc': expected one of slm, lora, separate-slm"):
-        recorded_sections([study], "ewc")
+        studies_of([study], "ewc")
     assert main(["report", str(file), "--png", "m.png"]) != 0
     assert "has the numbers of runs alone, and --png needs their folders" in capsys.readouterr().err
     assert main(["report", str(file), str(tmp_path)]) != 0
+    assert main(["report", str(tmp_path / "none.csv")]) != 0
+    assert "there is no file" in capsys.readouterr().err
+    other = runs(make_result, "a")
+    other[0]["stream"]["name"] = other[0]["config"]["stream"]["name"] = "b"
+    with pytest.raises(RunError, match="has runs on a, mini-t5; b, mini-t5: expected one stream and backbone a file"):
+        studies_of([recorded(other, file)])
+    recorded(runs(make_result, "a"), file)
     lines = file.read_text(encoding="utf-8").splitlines()
     damage = {
         "lacks run": ["name" + lines[0][3:], *lines[1:]],
@@ -99,3 +106,16 @@ def test_other_files_and_names_are_refused(
         file.write_text("\n".join(kept), encoding="utf-8")
         with pytest.raises(RunError, match=message):
             RecordedRuns(file)
+
+
+def test_files_without_what_a_section_shows_have_a_page_too(make_result: Make, tmp_path: Path) -> None:
+    alone = recorded(runs(make_result, "a")[-1:], tmp_path / "alone.csv")
+    (study,) = studies_of([alone])
+    assert study.competing == [] and study.verdicts == [] and study.lines[0].method == "separate-slm"
+    whole = recorded(runs(make_result, "b"), tmp_path / "whole.csv")
+    titles = [section.title for section in recorded_sections(studies_of([alone, whole]))]
+    assert "AP on each stream" not in titles and "Comparison: a, mini-t5" in titles, "they have no method in common"
+    unfinished = runs(make_result, "a")[:1]
+    unfinished[0]["metrics"] = dict.fromkeys(unfinished[0]["metrics"])
+    titles = [section.title for section in recorded_sections(studies_of([recorded(unfinished, tmp_path / "u.csv")]))]
+    assert titles[0] == "Comparison: a, mini-t5"
