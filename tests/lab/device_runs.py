@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     ),
     "llama-fggm": Case("llama", "lora", {"modifiers": ["fggm"]}),
     "t5-sapt-prompt": Case("t5", VARIANTS["sapt-prompt"], served=True),
-    "llama-saber": Case("llama", {"name": "saber", "share": 0.0, "criterion": "both", "gap": -9.0}, served=True),
+    "llama-saber": Case("llama", {"name": "saber", "overlap": 0.0, "criterion": "both", "gap": -9.0}, served=True),
     "t5-epi": Case("t5", "epi", served=True),
     "t5-olora": Case("t5", "olora", served=True),
     "llama-ella": Case("llama", "ella", served=True),

@@ -75,7 +75,7 @@ WRITERS: dict[str, Any] = {
         "kd_weight": 1.0,
     },
     "sdft": {"name": "sdft"},
-    "saber": {"name": "saber", "prompt_length": 3, "refine_after": 1, "share": 0.0, "batches": 3},
+    "saber": {"name": "saber", "prompt_length": 3, "refine_after": 1, "overlap": 0.0, "batches": 3},
 }
 """Methods of backbones that write texts, as encoder-only ones do not; the second one trains on stored rows again."""
 

@@ -9,7 +9,7 @@ Columns of U_i are the first `rank` right singular vectors of u_i's gradients on
 end, and the directions of all refinements since. With g_b the gradient of the new task's loss on a batch b with u_i
 alone in front of texts, and g the mean of u_i's own gradients at its task's end, u_i is chosen where
 
-    gradient:  mean over b of |U_i U_i^T g_b| / |g_b| >= share,  and  cos(g, mean of g_b) > 0
+    gradient:  mean over b of |U_i U_i^T g_b| / |g_b| >= overlap,  and  cos(g, mean of g_b) > 0
     loss:      W(L_i, L_t) - W(L_i^u, L_t^u) >= gap
 
 W is the Wasserstein distance of losses on batches of the two tasks, by the bare backbone (L) and with u_i alone (L^u).
@@ -19,7 +19,7 @@ and `loss` SABER-L, over the paper's frozen prompt pool (FPP). Values are the pa
 refinement (2 epochs), 10 batches and 3 vectors as in the authors' code (github.com/OptMN-Lab/SABER-ICML-2026 at
 b483f75, `src/seq2seq/LongSequence`), whose encoder-decoder file does not parse as it is published.
 Deviations:
-- The share is of g_b, as in the paper; the code has the new prompt's own gradient there.
+- The overlap is of g_b, as in the paper; the code has the new prompt's own gradient there.
 - Where none agrees, none is refined, as in the paper; the code then refines all earlier prompts.
 - A refined prompt takes the place of the former one wherever that stood, in front of texts of later tasks too. The code
   goes on with the former prompts, and answers texts of an earlier task with its last refinement alone.
@@ -68,7 +68,9 @@ class SaberConfig(GrowingPromptsConfig):
     refine_after: int = Field(
         10, ge=1, description="epochs of a task that train its own prompt; those after them refine earlier prompts"
     )
-    share: float = Field(0.1, ge=0, le=1, description="least share of a new task's gradient in an earlier task's")
+    overlap: float = Field(
+        0.1, ge=0, le=1, description="least share of a new task's gradient in directions of an earlier task's"
+    )
     gap: float = Field(0.2, description="least fall of the distance of two tasks' losses, by the earlier one's prompt")
     rank: int = Field(3, ge=1, description="directions of an earlier task's gradients that no refinement follows")
     batches: int = Field(10, ge=2, description="batches of a task whose gradients are compared, at most")
@@ -76,17 +78,17 @@ class SaberConfig(GrowingPromptsConfig):
     needs_task: ClassVar[bool] = True
     needs_texts: ClassVar[bool] = True
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
-        *("criterion", "refine_after", "share", "gap", "rank", "batches"),
+        *("criterion", "refine_after", "overlap", "gap", "rank", "batches"),
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield the threshold of the other criterion."""
         if self.criterion != "both":
-            name = {"gradient": "gap", "loss": "share"}[self.criterion]
+            name = {"gradient": "gap", "loss": "overlap"}[self.criterion]
             yield name, f"criterion={self.criterion}"
 
 
-def shares(gradients_MD: Tensor, basis_DK: Tensor) -> float:
+def mean_overlap(gradients_MD: Tensor, basis_DK: Tensor) -> float:
     """Return the mean over gradients of the share of their length that lies in a subspace; 0 for a gradient of zero."""
     lengths_M = gradients_MD.norm(dim=1)
     inside_M = (gradients_MD @ basis_DK).norm(dim=1)
@@ -121,7 +123,7 @@ class Saber(GrowingPrompts):
     Attributes:
         chosen: earlier tasks whose prompts the present one refines.
         refined: learned task -> earlier tasks whose prompts it has refined.
-        scores: earlier task -> share, cosine and gap for the present or last task, where they are measured.
+        scores: earlier task -> overlap, cosine and gap for the present or last task, where they are measured.
     """
 
     Config: ClassVar[type[MethodConfig]] = SaberConfig
@@ -179,11 +181,11 @@ class Saber(GrowingPrompts):
                 with self._alone(name):
                     gradients_MD = self._gradients(context)
                 cosine = torch.cosine_similarity(self._kept[MEAN][name], gradients_MD.mean(0), dim=0)
-                scores |= {"share": shares(gradients_MD, self._kept[BASIS][name]), "cosine": float(cosine)}
+                scores |= {"overlap": mean_overlap(gradients_MD, self._kept[BASIS][name]), "cosine": float(cosine)}
             if bare is not None:
                 before = wasserstein(self._kept[BARE][name], bare)
                 scores["gap"] = before - wasserstein(self._kept[OWN][name], self._losses(context, name))
-            if agrees(scores, config.share, config.gap):
+            if agrees(scores, config.overlap, config.gap):
                 chosen.append(name)
         return chosen
 
@@ -330,9 +332,9 @@ class Saber(GrowingPrompts):
         return {**values, **kept}, left.select(lambda name: name not in names)
 
 
-def agrees(scores: Mapping[str, float], share: float, gap: float) -> bool:
+def agrees(scores: Mapping[str, float], least_overlap: float, gap: float) -> bool:
     """Return whether all that was measured of an earlier task agrees with the new one."""
-    geometry = "share" not in scores or (scores["share"] >= share and scores["cosine"] > 0)
+    geometry = "overlap" not in scores or (scores["overlap"] >= least_overlap and scores["cosine"] > 0)
     return geometry and ("gap" not in scores or scores["gap"] >= gap)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raycl.errors import BankError, ConfigError
 from raycl.methods.context import Step
-from raycl.methods.prompts.saber import PROMPTS, Saber, agrees, directions, extended, shares, wasserstein
+from raycl.methods.prompts.saber import PROMPTS, Saber, agrees, directions, extended, mean_overlap, wasserstein
 from raycl.storage import Storage
 from raycl.testing import check_method
 from raycl.training.assembly import build
@@ -27,8 +27,8 @@ SETTINGS = {"name": "saber", "prompt_length": 3, "refine_after": 1}
 
 def test_what_is_compared_by_hand() -> None:
     basis = torch.eye(3)[:, :2]
-    assert shares(torch.tensor([[3.0, 0.0, 4.0], [0.0, 2.0, 0.0]]), basis) == pytest.approx((0.6 + 1.0) / 2)
-    assert shares(torch.zeros(1, 3), basis) == 0
+    assert mean_overlap(torch.tensor([[3.0, 0.0, 4.0], [0.0, 2.0, 0.0]]), basis) == pytest.approx((0.6 + 1.0) / 2)
+    assert mean_overlap(torch.zeros(1, 3), basis) == 0
     found = directions(torch.tensor([[9.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 5.0]]), 2)
     torch.testing.assert_close(found.abs(), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]))
     wider = extended(basis, torch.tensor([5.0, 5.0, 0.1]))
@@ -41,14 +41,14 @@ def test_what_is_compared_by_hand() -> None:
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ({"share": 0.2, "cosine": 0.1}, True),
-        ({"share": 0.05, "cosine": 0.1}, False),
-        ({"share": 0.2, "cosine": 0.0}, False),
+        ({"overlap": 0.2, "cosine": 0.1}, True),
+        ({"overlap": 0.05, "cosine": 0.1}, False),
+        ({"overlap": 0.2, "cosine": 0.0}, False),
         ({"gap": 0.3}, True),
         ({"gap": 0.1}, False),
-        ({"share": 0.2, "cosine": 0.1, "gap": 0.1}, False),
-        ({"share": 0.05, "cosine": 0.1, "gap": 0.3}, False),
-        ({"share": 0.2, "cosine": 0.1, "gap": 0.3}, True),
+        ({"overlap": 0.2, "cosine": 0.1, "gap": 0.1}, False),
+        ({"overlap": 0.05, "cosine": 0.1, "gap": 0.3}, False),
+        ({"overlap": 0.2, "cosine": 0.1, "gap": 0.3}, True),
     ],
 )
 def test_a_prompt_is_refined_where_all_that_is_measured_agrees(scores: dict[str, float], expected: bool) -> None:
@@ -66,17 +66,17 @@ def begun(lab: Lab, kind: str = "llama", **settings: Any) -> tuple[Saber, Traini
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_an_earlier_prompt_is_judged_alone_and_stands_as_it_was_learned(lab: Lab, kind: str) -> None:
-    method, context, _ = begun(lab, kind, share=0.0, criterion="both", gap=-9.0)
+    method, context, _ = begun(lab, kind, overlap=0.0, criterion="both", gap=-9.0)
     old = method._learned["colour"].prompt
     assert old is not None and method._kept["saber/basis"]["colour"].shape == (old.numel(), 3)
-    assert set(method.scores["colour"]) == {"share", "cosine", "gap"}
+    assert set(method.scores["colour"]) == {"overlap", "cosine", "gap"}
     trained = dict(context.backbone.named_parameters())[PROMPTS]
     assert len(trained) == 1 + len(method.chosen)
     if method.chosen:
         assert torch.equal(trained[1], old)
-    again, _, _ = begun(lab, kind, share=1.0)
-    assert again.chosen == [], "a share of 1 agrees with nothing"
-    assert again.scores["colour"]["share"] == pytest.approx(method.scores["colour"]["share"], abs=1e-5)
+    again, _, _ = begun(lab, kind, overlap=1.0)
+    assert again.chosen == [], "an overlap of 1 agrees with nothing"
+    assert again.scores["colour"]["overlap"] == pytest.approx(method.scores["colour"]["overlap"], abs=1e-5)
 
 
 def test_steps_train_the_tasks_prompt_first_and_then_chosen_ones_off_their_directions(lab: Lab) -> None:
@@ -144,5 +144,5 @@ def test_a_label_head_that_knows_no_new_task_is_refused(lab: Lab) -> None:
 
 
 def test_a_run_that_refines_stops_and_resumes_and_is_served() -> None:
-    settings = {"prompt_length": 3, "refine_after": 1, "criterion": "both", "share": 0.0, "gap": -9.0}
+    settings = {"prompt_length": 3, "refine_after": 1, "criterion": "both", "overlap": 0.0, "gap": -9.0}
     check_method(Saber, settings, kinds=("t5",), sections={"train": {"epochs": 2}})
