@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell paths from settings."""
+    """Separate paths from settings."""
     options.paths = [word for word in options.words if _is_path(word)]
     options.overrides = [word for word in options.words if word not in options.paths]
     named = bool(options.config) or any(word.startswith(("stream.name=", "stream.tasks=")) for word in options.words)

@@ -120,7 +120,7 @@ class TaskPrompts:
 
     @cached_property
     def _common(self) -> str:
-        """A task whose prompt all others share; "": prompts differ."""
+        """A task whose prompt all others share; "" where prompts differ."""
         return next(iter(self.prompts), "") if len(set(self.prompts.values())) == 1 else ""
 
     @cached_property

@@ -79,15 +79,15 @@ class GradientModifier:
         """
 
     def observe_rows(self, run_examples: Callable[[], None], reduce: Reduce) -> None:
-        """Called after `begin_task` of a new task if `examples` is set.
+        """Measure the rows of a new task, after its `begin_task`, if `examples` is set.
 
         Args:
             run_examples: runs that many examples through the model once.
         """
 
     def observe_gradients(self, context: TaskContext) -> None:
-        """Called after `begin_task` of a new task if `computes_gradients` is set, to read `context.gradients` or
-        `row_gradients`.
+        """Read `context.gradients` or `row_gradients` of a new task, after its `begin_task`, if `computes_gradients` is
+        set.
 
         Collective.
         """

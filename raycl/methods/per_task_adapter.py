@@ -166,7 +166,7 @@ class PerTaskAdapter(Method, ABC):
         return used_alike(self._form.prompts or "sum", adapter)
 
     def _number(self) -> int:
-        """Seeds differ by this number: of tasks so far."""
+        """Return the number of tasks so far, by which seeds differ."""
         return 0 if self.starts_anew and self.task_id_given else self.tasks_elsewhere + len(self._learned)
 
     def _head_labels(self, labels: list[str]) -> list[str]:

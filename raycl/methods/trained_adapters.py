@@ -19,7 +19,7 @@ HEAD = "head"
 
 
 def end_training(backbone: Backbone, stack: AdapterStack, tensors: Mapping[str, Tensor]) -> dict[str, AdapterState]:
-    """Adapter in training -> what it holds; from now on nothing is in training.
+    """Return what each adapter in training holds; from now on nothing is in training.
 
     Args:
         tensors: learned parameters by name, whole and on the CPU.

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell files from settings."""
+    """Separate files from settings."""
     if options.general is None:
         predict.sort_words(parser, options)
         return

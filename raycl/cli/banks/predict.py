@@ -65,7 +65,7 @@ def add_input(parser: argparse.ArgumentParser, words: str = "+") -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell files from settings."""
+    """Separate files from settings."""
     options.files = [word for word in options.words if not is_override(word)]
     options.overrides = [word for word in options.words if is_override(word)]
     if not options.files:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell the bank, the command and settings apart."""
+    """Separate the bank, the command and settings."""
     options.overrides = [word for word in options.words if is_override(word)]
     names = [word for word in options.words if not is_override(word)]
     options.bank = None if not names or _is_command(names) else names.pop(0)

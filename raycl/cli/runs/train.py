@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Tell the config file from settings, and refuse options that exclude each other."""
+    """Separate the config file from settings, and refuse options that exclude each other."""
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
     options.overrides = options.words[len(files) :]
     if files and options.config:

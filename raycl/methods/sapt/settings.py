@@ -115,7 +115,7 @@ class SaptConfig(LoraSettings, StartSettings):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The projection's; keys and layer norm learn at the main rate, as released (`trans_input` in its code)."""
+        """The rate of the projection; keys and layer norm learn at the main one, as released (`trans_input` there)."""
         rate = self.attention_learning_rate
         return {} if rate is None else dict.fromkeys(("attention.down", "attention.up"), rate)
 

@@ -100,7 +100,7 @@ class RecordedRuns:
 
     @property
     def _alone(self) -> set[str]:
-        """The rows of another schedule, which stands behind the method: `lora, separate`."""
+        """The rows of another schedule, which is written behind the method: `lora, separate`."""
         return {row for row, runs in self.runs.items() for run in runs.values() if ", " in run["method"]}
 
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:

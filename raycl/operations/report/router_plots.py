@@ -141,7 +141,7 @@ def _draw_run(
 
 
 def _draw_cosines(axes: Axes, routing: RouterSummary, scale: Normalize) -> None:
-    """Slots in order of learning, a white line where the task changes, each task's name at the middle of its slots."""
+    """Draw slots in order of learning, a white line where the task changes, and its name at the middle of its slots."""
     cells = np.array(routing.cosines, dtype=float).reshape(len(routing.owners), -1)
     axes.imshow(cells, cmap=COLOUR_MAP, norm=scale, aspect="auto", interpolation="nearest")
     tasks = list(dict.fromkeys(routing.owners))

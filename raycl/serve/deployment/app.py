@@ -58,7 +58,7 @@ class Endpoint:
         return self.web
 
     def check_health(self) -> None:
-        """Called by Serve every few seconds; a replica whose model thread or HTTP server has ended is replaced."""
+        """Fail where the model thread or the HTTP server has ended: Serve asks often, and then replaces the replica."""
         assert self.service.engine.alive, "the model's thread has ended"
         assert self.listener is None or self.listener.alive, "the HTTP server has ended"
 

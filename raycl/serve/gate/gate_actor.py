@@ -97,7 +97,7 @@ class GateActor:
         return self._problem
 
     def check_health(self) -> None:
-        """Called by Serve every few seconds; a gate whose thread has ended is replaced."""
+        """Fail where the thread has ended: Serve asks every few seconds, and replaces the gate."""
         assert self._thread.is_alive(), "the gate's thread has ended"
 
     def _watch(self) -> None:

@@ -327,7 +327,7 @@ class CalledTool(Wire):
 
     @property
     def tree(self) -> dict[str, Any]:
-        """It, as chat templates take it: with arguments that are no text."""
+        """The call as chat templates take it: with arguments that are no text."""
         return call_tree(self.function.name, self.function.arguments, self.id)
 
 
@@ -348,7 +348,7 @@ class ChatMessage(Wire):
 
     @property
     def turns(self) -> list[Turn]:
-        """It, as conversations have it."""
+        """The message as conversations have it."""
         if self.role == "tool":
             return [Turn("tool", result_text(self.text, self.tool_call_id, self.name))]
         calls = [call.tree for call in self.tool_calls or () if self.role == "assistant"]

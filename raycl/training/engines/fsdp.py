@@ -34,7 +34,7 @@ class Root(nn.Module):
         self.backbone = backbone
 
     def forward(self, batch: Batch | None) -> Output | None:
-        """Teacher-forced pass; None: nothing."""
+        """Return the output of a teacher-forced pass; None without a batch."""
         return None if batch is None else self.backbone(batch)
 
 
@@ -100,7 +100,7 @@ class FSDPEngine(TorchEngine):
         return super().step_bytes + self.accumulation * (gathered + summed)
 
     def forward(self, batch: Batch) -> Output:
-        """Teacher-forced pass through the root, whose layers gather their weights."""
+        """Return the output of a teacher-forced pass through the root, whose layers gather their weights."""
         output: Output = self.root(batch)
         return output
 

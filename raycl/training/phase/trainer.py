@@ -127,7 +127,7 @@ class TaskTrainer:
         return done
 
     def _name_rows(self, loader: Loader, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tell `control` which rows the micro-batch has whose exception comes."""
+        """Name the rows of the micro-batch that failed to `control`."""
         if error is not None:
             self.control.failed_rows = loader.named(noted_rows(error))
 

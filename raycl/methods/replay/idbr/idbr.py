@@ -82,7 +82,7 @@ class IdbrConfig(MethodConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The task head's."""
+        """The rate of the task head."""
         return {} if self.task_learning_rate is None else {"task_head.": self.task_learning_rate}
 
 
