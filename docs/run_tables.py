@@ -22,10 +22,11 @@ from typing import Any
 import yaml
 
 from raycl.config import load
+from raycl.metrics.paired_comparison import TaskScore, difference
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
 from raycl.operations.report.tables import points
-from raycl.operations.report.verdicts import Verdict, interval_text
+from raycl.operations.report.verdicts import Verdict, corrected, interval_text
 from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
 from raycl.text_tables import short_number
 
@@ -205,7 +206,37 @@ def _told(verdict: Verdict, words: dict[str, str]) -> list[str]:
     return [seeds, words.get(verdict.word, verdict.word), verdict.what_could_tell]
 
 
-KINDS = {"claims": claims, "best": best, "searched": searched}
+def backwards(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """Return a table of Markdown: BWT of rows with several seeds, its 95 % interval, and the verdict on its sign.
+
+    Args:
+        definition: `backwards`: CSV files, each with the head that stands for its stream. `least`: BWT below it is left
+            out, where no question is open.
+        results: folder of the CSV files.
+    """
+    rows: list[tuple[str, str, Verdict]] = []
+    for name, head in definition["backwards"].items():
+        study = Study(results, name)
+        for row in study.streams():
+            changes = [{"bwt": TaskScore(value)} for value in study.numbers(row, "bwt")]
+            if len(changes) > 1:
+                change = difference([(one, {"bwt": TaskScore(0.0)}) for one in changes])
+                rows.append((head, row, Verdict(row, "", "bwt", change)))
+    made = corrected([verdict for *_, verdict in rows])
+    lines = [
+        [head, f"`{row}`", f"{change.mean:+z.1f}", interval_text(change), *_told(verdict, RAISED)]
+        for (head, row, _), verdict in zip(rows, made, strict=True)
+        if (change := verdict.difference) is not None and change.mean >= definition["least"]
+    ]
+    lines.sort(key=lambda line: -float(line[2]))
+    heads = ["stream", "method", "BWT", "95 % interval", "seeds", "do later tasks raise earlier ones?", "could tell"]
+    return markdown(heads, lines)
+
+
+RAISED = {"better": "yes", "worse": "no, they lower them"}
+"""Word of a verdict on BWT against none -> what it says of earlier tasks."""
+
+KINDS = {"claims": claims, "best": best, "searched": searched, "backwards": backwards}
 """Key of a definition -> what writes its table; without such a key it is a table of runs."""
 
 
