@@ -49,6 +49,7 @@ def test_a_missing_excerpt_fails(path: str, name: str | None, message: str) -> N
         ("docs/results/methods.md", "long8-others", "sapt-third-s0", "peak_memory_mb"),
         ("docs/results/methods.md", "best-long8", "idbr-s1", "score_dbpedia"),
         ("docs/results/methods.md", "claims-long8", "idbr-s1", "score_dbpedia"),
+        ("docs/results/methods.md", "backwards", "slm-s1", "bwt"),
     ],
 )
 def test_one_changed_figure_makes_a_page_stale(tmp_path: Path, page: str, name: str, run: str, column: str) -> None:
@@ -86,6 +87,16 @@ def test_a_changed_result_changes_the_verdict_in_the_page(tmp_path: Path) -> Non
     change(file, {f"epi-s{seed}": {f"score_{task}": f"{5 + seed}" for task in tasks} for seed in range(3)})
     (after,) = claim.findall(run_tables.with_tables(written, tmp_path / "results"))
     assert after.split("|")[-3].strip() == "no, the reverse"
+
+
+def test_changed_scores_of_earlier_tasks_change_what_the_page_says_of_them(tmp_path: Path) -> None:
+    shutil.copytree(run_tables.RESULTS, tmp_path / "results")
+    for values, word in [((9.0, 9.1, 9.2), "yes"), ((-1.0, -1.1, -1.05), "no, they lower them")]:
+        changes = {f"epi-s{seed}": {"bwt": str(value)} for seed, value in enumerate(values)}
+        change(tmp_path / "results/methods-long8.csv", changes)
+        page = run_tables.with_tables("<!-- table: backwards -->\n<!-- /table -->", tmp_path / "results")
+        (line,) = re.findall(r"^\| eight [^|]*\| `epi` \|.*$", page, re.MULTILINE)
+        assert line.split("|")[-3].strip() == word
 
 
 @pytest.mark.parametrize("page", ["docs/results.md", "docs/results/methods.md"])
