@@ -28,22 +28,22 @@ class KeyIndex:
         self.count, self.groups, _ = keys_NgH.shape
         self.exact: bool = not codes_pay(self.count, keys_NgH.device)
         self.recall: float = 1.0
-        unit_NgH = nn.functional.normalize(keys_NgH, dim=-1)
-        self._unit_gHN = unit_NgH.permute(1, 2, 0).contiguous() if self.exact else None
+        unit_gNH = nn.functional.normalize(keys_NgH, dim=-1).transpose(0, 1)
+        self._unit_gHN = unit_gNH.transpose(1, 2).contiguous() if self.exact else None
         if not self.exact:
-            parts = unit_NgH.unbind(1)
-            self._codes = [CodeIndex(unit_NH, _texts_near(unit_NH), top_k) for unit_NH in parts]
-            self.recall = min(codes.recall for codes in self._codes)
+            texts_gBH = torch.stack([_texts_near(unit_NH) for unit_NH in unit_gNH])
+            self._codes = CodeIndex(unit_gNH, texts_gBH, top_k)
+            self.recall = self._codes.recall
 
     def search(self, queries_BgH: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Return cosines and slots of the nearest keys in each group, both `[B, g, K]`; largest first, ties by
         number."""
-        unit_BgH = nn.functional.normalize(queries_BgH, dim=-1)
+        unit_gBH = nn.functional.normalize(queries_BgH, dim=-1).transpose(0, 1)
         top_k = min(top_k, self.count)
         if self._unit_gHN is None:
-            by_group = [codes.search(unit_BgH[:, group], top_k) for group, codes in enumerate(self._codes)]
-            return torch.stack([pair[0] for pair in by_group], 1), torch.stack([pair[1] for pair in by_group], 1)
-        cosines_gBN = torch.bmm(unit_BgH.transpose(0, 1), self._unit_gHN)
+            cosines_gBK, slots_gBK = self._codes.search(unit_gBH, top_k)
+            return cosines_gBK.transpose(0, 1), slots_gBK.transpose(0, 1)
+        cosines_gBN = torch.bmm(unit_gBH, self._unit_gHN)
         best = cosines_gBN.topk(top_k, dim=-1)
         slots, by_number = best.indices.sort(dim=-1)
         cosines, by_cosine = best.values.gather(-1, by_number).sort(dim=-1, descending=True, stable=True)

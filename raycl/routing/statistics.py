@@ -206,9 +206,9 @@ class Discriminant:
         count = min(count, len(self.tasks))
         if not codes_pay(len(self.tasks), queries_BC.device):
             return NearestTasks(*self.scores(queries_BC).topk(count, dim=1))
-        return NearestTasks(
-            *self._codes.search(_padded(nn.functional.normalize(queries_BC.float(), dim=1), 1.0), count)
-        )
+        padded_BC = _padded(nn.functional.normalize(queries_BC.float(), dim=1), 1.0)
+        scores_gBK, tasks_gBK = self._codes.search(padded_BC[None], count)
+        return NearestTasks(scores_gBK[0], tasks_gBK[0])
 
     @cached_property
     def _codes(self) -> CodeIndex:
@@ -217,27 +217,29 @@ class Discriminant:
         near = self._means[torch.randperm(len(self._means), generator=draw)[:SAMPLE]].float()
         spread = torch.linalg.cholesky(_ridged(self._shared, self.ridge)).float()
         texts = nn.functional.normalize(near + torch.randn(near.shape, generator=draw) @ spread.T, dim=1)
-        return CodeIndex(_padded(self._directions, -self._offsets), _padded(texts, 1.0), NEAREST)
+        return CodeIndex(_padded(self._directions, -self._offsets)[None], _padded(texts, 1.0)[None], NEAREST)
 
     def distances(self, queries_BC: Tensor) -> Tensor:
         """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'."""
-        return self._distances(queries_BC, None).float()
+        self._follow(queries_BC.device)
+        unit_BC = nn.functional.normalize(queries_BC.double(), dim=1)
+        own_B = ((unit_BC @ self._precision) * unit_BC).sum(1)
+        return (own_B + self._of_nearest(unit_BC, self.nearest(queries_BC, NEAREST))).float()
 
     def _follow(self, device: torch.device) -> None:
         if self._directions.device == device:
             return
         for name in ("_precision", "_pulled", "_around", "_directions", "_offsets", "_means", "_shared", "_shares"):
             setattr(self, name, getattr(self, name).to(device))
-        for name in ("_background", "_codes"):
+        for name in ("_contrast", "_codes"):
             self.__dict__.pop(name, None)
 
-    def _distances(self, queries_BC: Tensor, nearest: NearestTasks | None) -> Tensor:
-        near_BK = (nearest or self.nearest(queries_BC, NEAREST)).tasks[:, :NEAREST]
-        unit = nn.functional.normalize(queries_BC.double(), dim=1)
-        own_B = ((unit @ self._precision) * unit).sum(1)
-        along_BK = torch.einsum("bc,bkc->bk", unit, self._pulled[near_BK])
-        squared: Tensor = own_B[:, None] - 2 * along_BK + self._around[near_BK]
-        return squared.min(1).values
+    def _of_nearest(self, unit_BC: Tensor, nearest: NearestTasks) -> Tensor:
+        """Return `[B]` smallest squared distance to one of the nearest tasks' means, less that to zero."""
+        near_BK = nearest.tasks[:, :NEAREST]
+        along_BK = torch.bmm(unit_BC[:, None], self._pulled[near_BK].transpose(1, 2))[:, 0]
+        smallest_B: Tensor = (self._around[near_BK] - 2 * along_BK).min(1).values
+        return smallest_B
 
     def relative_distances(self, queries_BC: Tensor, nearest: NearestTasks | None = None) -> Tensor:
         """Return `[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
@@ -248,17 +250,20 @@ class Discriminant:
             nearest: `nearest` of these queries, of `NEAREST` tasks or more, where it is known.
         """
         self._follow(queries_BC.device)
-        middle, precision = self._background
-        apart = nn.functional.normalize(queries_BC.double(), dim=1) - middle
-        relative = self._distances(queries_BC, nearest) - BACKGROUND * ((apart @ precision) * apart).sum(1)
-        return relative.float()
+        matrix_CC, vector_C, constant = self._contrast
+        unit_BC = nn.functional.normalize(queries_BC.double(), dim=1)
+        both_B = ((unit_BC @ matrix_CC + vector_C) * unit_BC).sum(1) - constant
+        return (both_B + self._of_nearest(unit_BC, nearest or self.nearest(queries_BC, NEAREST))).float()
 
     @cached_property
-    def _background(self) -> tuple[Tensor, Tensor]:
-        """Return mean `[c]` and precision `[c, c]` of the texts of all tasks together."""
+    def _contrast(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return matrix, vector and constant of the quadratic form of a unit vector that is its squared distance to
+        zero less `BACKGROUND` of that to the middle of all tasks."""
         middle = self._shares @ self._means
         apart = self._means - middle
-        return middle, _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
+        whole = _inverse(self._shared + (self._shares[:, None] * apart).T @ apart, self.ridge)
+        pulled = BACKGROUND * (whole @ middle)
+        return self._precision - BACKGROUND * whole, 2 * pulled, pulled @ middle
 
 
 def _padded(rows_BC: Tensor, last_B: Tensor | float) -> Tensor:
