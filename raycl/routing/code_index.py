@@ -20,6 +20,10 @@ RECALL = 0.995
 SAMPLE = 256
 """The number of queries on which recall is measured."""
 
+QUERIES_AT_ONCE = 0x22
+"""The queries that FAISS compares with a block of codes at once (`qbs`): two, and again two. Its default, three and
+more, takes a fifth longer on a processor with AVX2, whose registers hold the sums of two."""
+
 EXACT_UP_TO = 4_000
 """A CPU compares every vector up to this number: 0.4 ms for a text and 384 dimensions on one core."""
 
@@ -60,6 +64,7 @@ class CodeIndex:
         self._codes = []
         for vectors in vectors_gNH.numpy():
             codes = faiss.IndexPQFastScan(width, width // 2 if width % 2 == 0 else width, 4, faiss.METRIC_INNER_PRODUCT)
+            codes.qbs = QUERIES_AT_ONCE
             codes.train(vectors)
             codes.add(vectors)
             self._codes.append(codes)
