@@ -7,6 +7,7 @@ The one place where the service meets Ray Serve.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Mapping
@@ -53,6 +54,7 @@ class Endpoint:
         self.metrics: Metrics = Metrics(self.service)
         self.web: Any = make_web(self.service, check_access(self.config))
         self.listener: Listener | None = Listener(self.web, self.config) if self.config.ingress == "direct" else None
+        _exempt_from_collections()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.web
@@ -78,6 +80,7 @@ class Forward:
         config = configs.validate(ServeConfig, tree)
         self.web: Any = make_front_web(open_choice(config), config, check_access(config))
         self.listener: Listener | None = Listener(self.web, config) if config.ingress == "direct" else None
+        _exempt_from_collections()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self.web
@@ -89,6 +92,15 @@ class Forward:
     def __del__(self) -> None:
         if hasattr(self, "listener") and self.listener is not None:
             self.listener.close()
+
+
+def _exempt_from_collections() -> None:
+    """Exempt the objects that there are from garbage collections: those of the libraries are a million.
+
+    Looking through them stops all threads for 0.3 s, about once in 1,500 requests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def build(args: Mapping[str, Any]) -> Any:

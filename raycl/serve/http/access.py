@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
     Args:
         receive: the server's function after the body; nothing else may read from it.
     """
-    given, gone, answered = False, asyncio.Event(), False
+    given, answered, is_cancelled = False, False, False
+    gone, work = asyncio.Event(), asyncio.current_task()
+    assert work is not None, "a request is answered in a task"
 
     async def replayed() -> Any:
         nonlocal given
@@ -45,24 +46,21 @@ async def cancel_on_disconnect(app: Any, scope: Any, body: bytes, receive: Any, 
         answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def left() -> None:
+        nonlocal is_cancelled
         while (await receive())["type"] != "http.disconnect":
             pass
+        gone.set()
+        if not answered:
+            is_cancelled = work.cancel()
 
-    work = asyncio.ensure_future(app(scope, replayed, watched))
     watch = asyncio.ensure_future(left())
     try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done() and not work.done():
-            gone.set()
-            if not answered:
-                work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
+        await app(scope, replayed, watched)
+    except asyncio.CancelledError:
+        if not is_cancelled or work.uncancel():  # others cancel this task too
+            raise
     finally:
         watch.cancel()
-        if not work.done():  # we are cancelled ourselves
-            work.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
 
 
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")

@@ -155,6 +155,9 @@ class Pins(Wire):
         return value
 
 
+NO_PINS = Pins()
+
+
 class Request(Wire):
     """The fields of every request."""
 
@@ -164,7 +167,7 @@ class Request(Wire):
     @property
     def pins(self) -> Pins:
         """The adapters that the request pins."""
-        return self.raycl or Pins()
+        return self.raycl or NO_PINS
 
 
 class StreamOptions(Wire):

@@ -10,12 +10,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from raycl import __version__
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
 from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
 from raycl.serve.http.access import Keys, guarded
+from raycl.serve.http.direct import DirectEndpoints, endpoints_of
 from raycl.serve.http.drift import add_drift, record
 from raycl.serve.http.examples import Examples
 from raycl.serve.http.request_selection import details_of, select, served_tasks
@@ -61,7 +63,8 @@ def make_web(service: Service, keys: Keys) -> Any:
     add_drift(app, service, history)
     _add_health(app, service)
     add_page(app, "raycl.serve.http.playground", "/playground")
-    return ResponseCounter(guarded(app, keys, service.config), history)
+    direct = ServerErrorMiddleware(DirectEndpoints(app, endpoints_of(app), refused), fault)
+    return ResponseCounter(guarded(direct, keys, service.config), history)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------
@@ -99,13 +102,21 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RayclError)
     async def ours(request: Request, error: RayclError) -> Response:
-        status, body = error_response(error)
-        return _Plain(body, status, {"Retry-After": "1"} if status in RETRYABLE else None)
+        return refused(error)
 
-    @app.exception_handler(Exception)
-    async def fault(request: Request, error: Exception) -> Response:
-        name = type(error).__name__
-        return _Plain(body_of(f"an internal error ({name}): see the server's log", "server_error"), 500)
+    app.add_exception_handler(Exception, fault)
+
+
+async def fault(request: Request, error: Exception) -> Response:
+    """Return the response to an error that is the server's own."""
+    name = type(error).__name__
+    return _Plain(body_of(f"an internal error ({name}): see the server's log", "server_error"), 500)
+
+
+def refused(error: RayclError) -> Response:
+    """Return the response to an error of a request."""
+    status, body = error_response(error)
+    return _Plain(body, status, {"Retry-After": "1"} if status in RETRYABLE else None)
 
 
 def _unreadable(cause: BaseException) -> str:
