@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -273,6 +274,11 @@ class Mixture:
         places: list[bool] = (self.unknown & (self.weights == 0).all(1).cpu()).tolist()
         return places
 
+    def active(self) -> list[list[tuple[int, float]]]:
+        """Return the columns and weights of each example's active adapters."""
+        rows: list[list[float]] = self.weights.tolist()
+        return [[(column, weight) for column, weight in enumerate(row) if weight] for row in rows]
+
     def over(self, names: Collection[str]) -> Mixture:
         """Return the same without adapters that have none of these names."""
         columns = [column for column, name in enumerate(self.names) if name in names]
@@ -338,7 +344,7 @@ class AdapterState:
         """Return whether it is no sum with other adapters."""
         return bool(self.magnitudes or self.copies)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """The largest rank of its linears; 0 if it has none."""
         return max((int(a.shape[0]) for a, _ in self.linears.values()), default=0)

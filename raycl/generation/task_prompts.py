@@ -192,8 +192,8 @@ class TaskPrompts:
     def _largest_of(self, mixture: Mixture, readings: Sequence[PromptReading], others: Sequence[str]) -> list[str]:
         """Return the task of each text with the largest weight; that of `others` where none has any."""
         return [
-            self.largest(dict(zip(mixture.names, weights, strict=True)), reading.tasks) or other
-            for weights, reading, other in zip(mixture.weights.tolist(), readings, others, strict=True)
+            self.largest({mixture.names[column]: weight for column, weight in row}, reading.tasks) or other
+            for row, reading, other in zip(mixture.active(), readings, others, strict=True)
         ]
 
     def prompt_of(self, task: str, reading: PromptReading, codec: TextCodec) -> Prompt:

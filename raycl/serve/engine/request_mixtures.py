@@ -60,12 +60,12 @@ def _routed(
 
     whole, templates = loaded.route([request.reading for request in mine], mixture_of)
     mixtures = {}
-    for index, (number, weights, template) in enumerate(zip(group, whole.weights, templates, strict=True)):
+    parts = {part: found.split(1) for part in FOUND if (found := getattr(whole, part)) is not None}
+    for index, (number, row, template) in enumerate(zip(group, whole.active(), templates, strict=True)):
         requests[number].template = template
-        columns = weights.nonzero().flatten().tolist()
-        names = tuple(whole.names[column] for column in columns)
-        own = {part: found[index : index + 1] for part in FOUND if (found := getattr(whole, part)) is not None}
-        mixture = Mixture(names, weights[None, columns], **own)
+        names = tuple(whole.names[column] for column, _ in row)
+        weights = whole.weights.new_tensor([[weight for _, weight in row]])
+        mixture = Mixture(names, weights, **{part: found[index] for part, found in parts.items()})
         mixtures[number] = _hard(loaded, mixture) if requests[number].selection.hard else mixture
     return mixtures
 

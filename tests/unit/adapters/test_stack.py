@@ -392,3 +392,11 @@ def test_sums_are_of_adapter_outputs_not_of_weights() -> None:
     summed_b = sum(weights[name] * high for name, (_, high) in blocks.items())
     averaged = linear(x) + x @ (summed_b @ summed_a).T
     assert not torch.allclose(result, averaged, atol=1e-2), "blocks were averaged before they were multiplied"
+
+
+def test_a_mixture_names_the_active_adapters_of_each_example() -> None:
+    mixture = Mixture(("a", "b", "c"), torch.tensor([[0, 0.1, 0.9], [1, 0, 0], [0, 0, 0], [0, -0.5, 0]]))
+    rows = mixture.active()
+    assert [[column for column, _ in row] for row in rows] == [[1, 2], [0], [], [1]]
+    again = [torch.tensor([weight for _, weight in row]) for row in rows]
+    assert all(torch.equal(weights, row[row != 0]) for weights, row in zip(again, mixture.weights, strict=True))
