@@ -5,6 +5,7 @@ Everything is computed once when the mixture is activated, not once per layer or
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -124,7 +125,7 @@ def own_form(
         return None
     index, gate = [], []
     for weights, active_row in zip(weights_BN.tolist(), active.tolist(), strict=True):
-        mine = [owner for owner, yes in zip(owners, active_row, strict=True) if yes]
+        mine = list(compress(owners, active_row))
         own_rows = [row for column, _, _ in mine for row in rows[column]]
         gates = [weights[column] * scale for column, count, scale in mine for _ in range(count)]
         index.append(own_rows + [0] * (most - len(own_rows)))
