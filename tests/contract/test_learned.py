@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from axes import sampled
+from axes import FULL, sampled
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny import EXPORTED, KINDS, NOT_SERVED, RUNS, Complete, Done, Taught, run
+from tiny import EXPORTED, KINDS, NOT_SERVED, RUNS, SAMPLE, Complete, Done, Taught, run
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from raycl.backbone.encoder import LabelHead
@@ -20,7 +20,7 @@ from raycl.bank import Bank, Snapshot
 from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import activate_trainable, trained_names
 from raycl.methods.per_task_adapter import PerTaskAdapter
-from raycl.methods.registry import METHODS, method_class
+from raycl.methods.registry import METHODS, WRAPPERS, method_class
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
 from raycl.operations.banks.maintenance import verify
 from raycl.serve.snapshots.parts import backbone_of
@@ -33,7 +33,17 @@ ALL_CASES = [
     ("llama", "lora-copies", "torch"),
     *((kind, method, "zero3") for kind in KINDS for method in ("lora", "finetune")),
 ]
-CASES = sampled(ALL_CASES)
+SHARED = [case for case in ALL_CASES if FULL or case[2] != "torch" or case[:2] in SAMPLE]
+"""Cases of complete runs that other suites look at too."""
+
+
+def needed(case: tuple[str, str, str]) -> tuple[str, ...]:
+    """Return what a sample must hold: methods around another one leave what that one learned, and are one family."""
+    kind, method, engine = case
+    return kind, "wrapper" if method in WRAPPERS else method, engine
+
+
+CASES = sampled(SHARED, needed=needed)
 OWN_HEAD = {name for name in METHODS if issubclass(method_class(name), PerTaskAdapter)}
 HEADS = [name for name in METHODS if name in RUNS and name not in (*OWN_HEAD, *NOT_SERVED)]
 """Methods with one label head for all tasks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from axes import sampled
-from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, matrix, run, trace
+from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, family, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
@@ -26,7 +26,11 @@ ALL_CASES = [
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]
-CASES = sampled(ALL_CASES, keep=[("bert", "finetune", "torch"), ("bert", "separate", "torch")])
+CASES = sampled(
+    ALL_CASES,
+    keep=[("bert", "finetune", "torch"), ("bert", "separate", "torch")],
+    needed=lambda case: (case[0], family(case[1]), case[2]),
+)
 
 
 def masked(lab: Lab, kind: str, method: Any, engine: str, **settings: Any) -> Any:

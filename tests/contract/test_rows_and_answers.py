@@ -14,7 +14,17 @@ import torch
 from axes import FULL, sampled
 from http_client import Wire, listening
 from service_client import bank_of
-from tiny import NOT_SERVED, RUNS_BY_KIND, WHOLE_MODELS, Complete, Lab, last_checkpoint, on_main
+from tiny import (
+    NOT_SERVED,
+    RUNS_BY_KIND,
+    SAMPLE,
+    WHOLE_MODELS,
+    Complete,
+    Lab,
+    last_checkpoint,
+    on_main,
+    routing_family,
+)
 
 from raycl.bank import NewSnapshot
 from raycl.data.sources.conversation import messages_of
@@ -42,12 +52,19 @@ def prompts_of(kind: str) -> tuple[str, ...]:
     return PROMPTS[:4] if kind == "bert" else PROMPTS
 
 
-CASES = [(*pair, prompt) for pair in SERVED for prompt in prompts_of(pair[0])]
-SAMPLE = [
-    *((*pair, prompts_of(pair[0])[number % len(prompts_of(pair[0]))]) for number, pair in enumerate(sampled(SERVED))),
-    ("llama", "moelora", "conversations"),
-]
-"""Runs that other suites look at too, in turn with each prompt, and a router of conversations that chooses no task."""
+ALL_CASES = [(*pair, prompt) for pair in SERVED for prompt in prompts_of(pair[0])]
+SHARED = [case for case in ALL_CASES if FULL or case[:2] in SAMPLE]
+"""Cases of complete runs that other suites look at too."""
+
+
+def needed(case: tuple[str, str, str]) -> tuple[Any, ...]:
+    """Return what a sample must hold: each prompt on each kind of backbone, and each family of routers."""
+    kind, method, prompt = case
+    return ("llama" if kind == "mixtral" else kind, prompt), routing_family(method)
+
+
+CASES = sampled(SHARED, keep=[("llama", "moelora", "conversations")], needed=needed)
+"""A router of conversations that chooses no task is always there."""
 
 
 def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
@@ -67,7 +84,7 @@ def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
     return specs
 
 
-@pytest.mark.parametrize(("kind", "method", "prompt"), CASES if FULL else SAMPLE)
+@pytest.mark.parametrize(("kind", "method", "prompt"), CASES)
 def test_a_runs_last_rows_are_the_endpoints_answers(
     complete: Complete,
     lab: Lab,

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from axes import sampled
-from tiny import KINDS, NOT_SERVED, RUNS_BY_KIND, Complete, Done, last_checkpoint, matrix, opened
+from tiny import KINDS, NOT_SERVED, SAMPLE, Complete, Done, last_checkpoint, matrix, opened
 
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.states import get_router
@@ -40,7 +39,7 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     return bank, snapshot
 
 
-@pytest.mark.parametrize(("kind", "method"), sampled(RUNS_BY_KIND))
+@pytest.mark.parametrize(("kind", "method"), SAMPLE)
 def test_evaluation_routes_by_the_router_that_is_published(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, method: str
 ) -> None:
@@ -70,7 +69,7 @@ def test_evaluation_routes_by_the_router_that_is_published(
         assert all(torch.equal(tensors[name], value) for name, value in published.tensors.items())
 
 
-@pytest.mark.parametrize(("kind", "method"), sampled(RUNS_BY_KIND))
+@pytest.mark.parametrize(("kind", "method"), SAMPLE)
 def test_a_snapshot_alone_answers_as_the_run_did(complete: Complete, kind: str, method: str) -> None:
     """The state that is read from the bank is the state that was trained."""
     done = complete(kind, method, "torch")

@@ -7,6 +7,7 @@ SAPT's prompts one of them where they are most used.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -14,14 +15,29 @@ from typing import Any
 import pytest
 import torch
 from axes import FULL, sampled
-from tiny import ENGINES, KINDS, RUNS, RUNS_BY_KIND, TASKS, Complete, Done, Lab, Stop, matrix, run, trace
+from tiny import (
+    ENGINES,
+    KINDS,
+    RUNS,
+    RUNS_BY_KIND,
+    SAMPLE,
+    TASKS,
+    VARIANTS,
+    Complete,
+    Done,
+    Lab,
+    Stop,
+    matrix,
+    run,
+    trace,
+)
 
 from raycl.bank import Bank
 from raycl.errors import StorageError
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.storage import Storage
-from raycl.testing.checks import check_files, check_frozen, check_results, check_resume, check_same
+from raycl.testing.checks import check_files, check_frozen, check_results, check_same
 from raycl.training import stream_loop
 from raycl.training.assembly import build
 from raycl.training.engines.engine import TorchEngine
@@ -60,7 +76,8 @@ ALL_CASES = [
 ZERO = tuple(engine for engine in ENGINES if engine != "torch")
 """Engines that take several times as long."""
 ALWAYS = [("bert", "lora", "torch"), ("t5", "sapt-prompt", "zero2"), ("bert", "slm", "zero3")]
-CASES = sampled(ALL_CASES, keep=ALWAYS, rarely=ZERO)
+CASES = sampled(ALL_CASES, keep=[*((*pair, "torch") for pair in SAMPLE), *ALWAYS], rarely=ZERO)
+"""In a sample: every method on the kind of backbone on which other suites look at it too, and every engine."""
 STEPS = 4
 """Optimizer steps of one task."""
 BETWEEN = RUNS if FULL else ("finetune", "slm", "sapt", "separate", "joint")
@@ -98,29 +115,37 @@ def test_all_engines_give_the_losses_of_plain_torch(complete: Complete, kind: st
         assert mine == pytest.approx(other, abs=1e-4, rel=1e-3)
 
 
-def test_a_run_stopped_in_the_last_task_resumes_bit_for_bit(done: Done, tmp_path: Path) -> None:
-    check_resume(done, tmp_path, len(trace(done.storage)) - 1)
+def named(value: Any) -> str:
+    """Return the part of a test's name that a case or a number is."""
+    return "-".join(value) if isinstance(value, tuple) else str(value)
 
 
-@pytest.mark.parametrize(
-    ("method", "engine", "after"),
-    sampled(
-        [
-            (method, engine, after)
-            for method in RUNS
-            for engine, after in (*(("torch", after) for after in range(STEPS)), ("zero1", 3), ("zero2", 3))
-        ],
-        rarely=ZERO,
-    ),
-)
-def test_stopped_anywhere_in_the_first_task_and_at_its_end(
-    complete: Complete, tmp_path: Path, method: str, engine: str, after: int
+def stops(case: tuple[str, str, str]) -> Sequence[int | None]:
+    """Return the numbers of steps of the first task after which a run is stopped: each by turns in a sample.
+
+    None is a run that is not stopped there, as are a sample's runs of other settings of methods that it has.
+    """
+    if FULL:
+        return range(STEPS)
+    return [None] if case[1] in VARIANTS else [CASES.index(case) % STEPS]
+
+
+@pytest.mark.parametrize(("case", "after"), [(case, after) for case in CASES for after in stops(case)], ids=named)
+def test_stopped_anywhere_in_the_first_task_and_at_its_end_and_in_the_last(
+    complete: Complete, tmp_path: Path, case: tuple[str, str, str], after: int | None
 ) -> None:
-    done, storage = complete("bert", method, engine), Storage.at(tmp_path)
-    with pytest.raises(Stop):
-        run(done.config, storage, after=after)
-    with pytest.raises(Stop):
-        run(done.config, storage, on_phase=stop)
+    done, storage = complete(*case), Storage.at(tmp_path)
+    first, *others = (entry["steps"] for entry in done.storage.read_json("results.json")["phase_times"])
+    left = first + sum(others)
+    if after is not None:
+        with pytest.raises(Stop):
+            run(done.config, storage, after=after)
+        with pytest.raises(Stop):
+            run(done.config, storage, on_phase=stop)
+        left -= first
+    if left:
+        with pytest.raises(Stop):
+            run(done.config, storage, after=left - 1)
     run(done.config, storage)
     took = storage.read_json("results.json")["wall_s"]
     again = run(done.config, storage)  # finished: nothing is left to do

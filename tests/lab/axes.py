@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
 CaseT = TypeVar("CaseT", bound=tuple[Hashable, ...])
@@ -16,33 +16,41 @@ CaseT = TypeVar("CaseT", bound=tuple[Hashable, ...])
 FULL = os.environ.get("RAYCL_CONTRACT") == "full"
 
 
-def sampled(cases: Sequence[CaseT], keep: Sequence[CaseT] = (), rarely: Collection[Hashable] = ()) -> list[CaseT]:
+def sampled(
+    cases: Sequence[CaseT],
+    keep: Sequence[CaseT] = (),
+    rarely: Collection[Hashable] = (),
+    needed: Callable[[CaseT], Sequence[Hashable]] | None = None,
+) -> list[CaseT]:
     """Return the cases to run, in their order.
 
     Args:
         keep: cases that always run.
         rarely: values that take long: once they have appeared, cases without them come first.
+        needed: values of a case that must each appear in the sample, for example the family of its method; the values
+            of its axes then rotate, and need not all appear. By default these are the ones that must.
     """
     if FULL:
         return list(cases)
-    wanted = {(axis, value) for case in cases for axis, value in enumerate(case)}
+
+    def needs(case: CaseT) -> set[tuple[str, int, Hashable]]:
+        return {("" if needed is None else "needed", *slot) for slot in enumerate(needed(case) if needed else case)}
+
+    def values(case: CaseT) -> set[tuple[str, int, Hashable]]:
+        return needs(case) | {("", *slot) for slot in enumerate(case)}
+
+    def gain(case: CaseT) -> tuple[int, int, int]:
+        """Return values that are new with it, slow ones that are not, and how rare the others are; the first of equals
+        wins."""
+        new = needs(case) & missing
+        slow_again = sum(slot not in new and slot[2] in rarely for slot in values(case))
+        return len(new), -slow_again, -sum(counts[slot] for slot in values(case))
+
+    wanted = {slot for case in cases for slot in needs(case)}
     chosen = [case for case in cases if case in keep]
-    counts = Counter((axis, value) for case in chosen for axis, value in enumerate(case))
+    counts = Counter(slot for case in chosen for slot in values(case))
     while missing := wanted - counts.keys():
-        best = max(cases, key=lambda case: _gain(case, missing, counts, rarely))
+        best = max(cases, key=gain)
         chosen.append(best)
-        counts.update(enumerate(best))
+        counts.update(values(best))
     return [case for case in cases if case in set(chosen)]
-
-
-def _gain(
-    case: CaseT,
-    missing: set[tuple[int, Hashable]],
-    counts: Counter[tuple[int, Hashable]],
-    rarely: Collection[Hashable],
-) -> tuple[int, int, int]:
-    """Return values that are new with it, slow ones that are not, and how rare the others are; the first of equals
-    wins."""
-    places = list(enumerate(case))
-    slow_again = sum(slot not in missing and slot[1] in rarely for slot in places)
-    return sum(slot in missing for slot in places), -slow_again, -sum(counts[slot] for slot in places)

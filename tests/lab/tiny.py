@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from axes import sampled
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
@@ -14,7 +15,9 @@ from raycl.launch import worker
 from raycl.launch.driver import RunOptions, job_of
 from raycl.launch.local import in_process_worker
 from raycl.launch.prepared_run import Prepared
-from raycl.methods.registry import METHODS, method_class
+from raycl.methods.base import Method
+from raycl.methods.registry import METHODS, method_class, method_config
+from raycl.methods.wrapper import Wrapper
 from raycl.routing import key_maps
 from raycl.testing import runs
 from raycl.testing.runs import (
@@ -172,8 +175,37 @@ RUNS_BY_KIND = (
 )
 """Every run on every kind of backbone that it works with."""
 
+SAMPLE = sampled(RUNS_BY_KIND)
+"""Every run on one kind of backbone: the suites that look at complete runs of all methods share these."""
+
 key_maps.STEPS = 250
 """Half of t-SNE's steps, the fewest that it takes: no test needs a better map."""
+
+
+def family(name: str) -> tuple[Hashable, ...]:
+    """Return what a gradient modifier can see of a run's method: runs that agree in it are one family.
+
+    It is which hooks between a batch and the optimizer the method has, and what it trains: the backbone, an adapter for
+    all tasks or one for each. A schedule, and a variant with settings of its own, is a family.
+    """
+    if name not in METHODS:
+        return (name,)
+    method = method_class(name)
+    hooks = ("prepare_batch", "penalty", "transform_gradients")
+    has = (any(hook in kind.__dict__ for kind in method.__mro__ if kind not in (Wrapper, Method)) for hook in hooks)
+    return (issubclass(method, Wrapper), *has, method.trains_backbone, method.own_adapters)
+
+
+def routing_family(name: str) -> tuple[Hashable, ...]:
+    """Return what an endpoint can see of a run's method: runs that agree in it are one family.
+
+    It is which class makes the router, and what that needs of a text. A schedule is a family.
+    """
+    if name in ("separate", "joint"):
+        return (name,)
+    config = method_config((VARIANTS | WRITERS).get(name, {"name": name}))
+    makers = (kind.__name__ for kind in method_class(config.name).__mro__ if "_router" in kind.__dict__)
+    return next(makers, "single"), config.needs_task, config.chooses_task, config.knows_texts
 
 
 class Lab(runs.Lab):

@@ -42,8 +42,12 @@ pytestmark = [pytest.mark.usefixtures("s3_uri", "site", "ray_cluster"), pytest.m
 
 REPO = Path(__file__).resolve().parents[2]
 OWN_CLUSTER = True
-STEPS = (80, 160)
+STEPS = (24, 48)
 """Optimizer steps of the two tasks: 4 an epoch. The second is long, since a run is stopped four times in it."""
+PAUSE_S = 0.25
+"""Seconds that each step waits, so that the second task takes at least 12 s."""
+WITHOUT_PAUSES = 'modifiers=[{"name":"pause","seconds":0}]'
+"""Override of runs that are not stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +63,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small(lab: tiny.Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the config of a small run on two workers."""
     train = {"epochs_by_task": {"colour": STEPS[0] // 4, "animal": STEPS[1] // 4}, "log_every_s": 0.3}
-    tree = lab.tree(
-        "bert", "lora", train=train, checkpoint={"every_steps": 20}, launch={"workers": 2}, modifiers=["pause"]
-    )
+    sections = {"train": train, "checkpoint": {"every_steps": 6}, "launch": {"workers": 2}}
+    tree = lab.tree("bert", "lora", modifiers=[{"name": "pause", "seconds": PAUSE_S}], **sections)
     file = tmp_path_factory.mktemp("small") / "small.yaml"
     file.write_text(yaml.safe_dump(tree))
     return file
@@ -107,7 +110,7 @@ def whole(
     ray_cluster: dict[str, str], small: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Storage, dict[str, Any]]:
     """Return the uninterrupted run that the others must equal."""
-    reference = prepared(small, tmp_path_factory.mktemp("whole"))
+    reference = prepared(small, tmp_path_factory.mktemp("whole"), WITHOUT_PAUSES)
     return reference.storage, launch.train(reference)
 
 
@@ -118,7 +121,7 @@ def test_the_run_directory_is_complete(whole: tuple[Storage, dict[str, Any]], sm
     assert results["finished"] and results["attempts"] == 1 and results["workers"] == 2
     matrix = cells(results)
     assert matrix[0][1] is None and None not in matrix[1]
-    assert results["fingerprint"] == run_config.fingerprint(run_config.load_config(str(small), []))
+    assert results["fingerprint"] == run_config.fingerprint(run_config.load_config(str(small), [WITHOUT_PAUSES]))
     assert all(entry["tokens_per_s"] > 0 and entry["peak_memory_mb"] > 100 for entry in results["phase_times"])
     newest = Bank(storage.sub("bank")).newest()
     assert newest is not None and [str(entry) for entry in newest.adapters] == ["lora@2"]
@@ -247,7 +250,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     """A run on one worker is taken over, and ends as it does in this process, without Ray."""
     folder, alone = tmp_path / "runs" / "mine", Storage.at(tmp_path / "alone")
     launched = ["launch.workers=1", "launch.cpus_per_worker=1"]
-    overrides = [*launched, 'train.epochs_by_task={"colour":20,"animal":2}']
+    overrides = [*launched, 'train.epochs_by_task={"colour":6,"animal":2}']
     old = own_driver(str(small), *overrides, f"output.dir={tmp_path / 'runs'}", "output.name=mine")
     storage = Storage.at(folder)
     late_writer = with_checkpoint(storage).attempts[-1]["pid"]
@@ -260,7 +263,7 @@ def test_a_newer_driver_takes_over_and_the_older_stops(
     _, said_by_old = old.communicate(timeout=200)
     assert old.returncode == 1 and "was replaced by attempt" in said_by_old, said_by_old
     assert len({attempt["pid"] for attempt in read_state(storage).attempts}) == 2
-    tiny.run(run_config.load_config(str(small), overrides), alone)
+    tiny.run(run_config.load_config(str(small), [*overrides, WITHOUT_PAUSES]), alone)
     assert losses(storage) == losses(alone)
 
 
