@@ -51,7 +51,8 @@ test-fast: venv  ## tests without Ray, servers and browsers
 
 contract: venv  ## tests of every method with every engine, backbone kind and number of workers, not a sample of them
 	@OMP_NUM_THREADS=1 RAYCL_CONTRACT=full $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 2 \
-		--dist loadfile tests/contract tests/integration tests/unit/generation tests/unit/methods tests/unit/training
+		--dist loadfile tests/contract tests/integration tests/unit/adapters tests/unit/generation tests/unit/methods \
+		tests/unit/training
 
 chaos: venv  ## a stream and an endpoint through kills, outages and damage (about ten minutes; not part of make test)
 	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -s tests/chaos

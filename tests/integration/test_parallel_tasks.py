@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from tiny import Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank, Snapshot
@@ -136,8 +137,9 @@ def assert_equal(one: Storage, other: Storage) -> None:
         assert torch.equal(tensor, ends[1].frozen_state[name]), name
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize(
+    ("kind", "method"), sampled([(kind, method) for kind in ("bert", "llama") for method in METHODS])
+)
 def test_tasks_at_the_same_time_are_the_run_of_one_after_another(
     lab: Lab, tmp_path: Path, kind: str, method: str
 ) -> None:

@@ -27,7 +27,7 @@ from raycl.training.setup.run_config import load_config
 from raycl.training.workers.distributed import DistributedContext
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
-WRITER = {"steps": 30, "rate": 0.02, "max_tokens": 8}
+WRITER = {"steps": 10, "rate": 0.02, "max_tokens": 8}
 INSTRUCTION = "is the sky warm"
 LABELS = {"colour": ("blue", "red"), "animal": ("cat", "dog")}
 

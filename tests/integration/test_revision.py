@@ -136,7 +136,7 @@ def test_new_data_with_a_new_label(three: Learned, lab: Lab, tmp_path: Path) -> 
     given = {"start": f"{bank.storage.uri}@3", "branch": "labels", "revise": "animal"}
     task = {"name": "animal", "path": str(tmp_path)}
     record = bank.storage.read(bank.open(3).file)
-    run = begun({"bank": given, "stream": {"tasks": [task]}, "train": {"epochs": 30}}, tmp_path / "labels")
+    run = begun({"bank": given, "stream": {"tasks": [task]}, "train": {"epochs": 12}}, tmp_path / "labels")
     head = head_of(bank, "labels")
     assert {info.name: info.labels for info in head.tasks}["animal"] == ("cat", "fish")
     scores = [results(run)["revision"][side]["animal"]["value"] for side in ("before", "after")]
@@ -148,7 +148,7 @@ def test_new_data_with_a_new_label(three: Learned, lab: Lab, tmp_path: Path) -> 
 def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learned, lab: Lab, tmp_path: Path) -> None:
     """New rows with the labels of each other: right on these alone, a snapshot has lost those before."""
     bank, _ = three("slm")
-    trained = {"train": {"epochs": 30}}
+    trained = {"train": {"epochs": 12}}
     for split in ("train", "test"):
         rows = (Path(lab.tasks[1]["path"]) / f"{split}.jsonl").read_text()
         swapped = rows.replace('"dog"', '"?"').replace('"cat"', '"dog"').replace('"?"', '"cat"')

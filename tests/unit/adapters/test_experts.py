@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from tiny import save_model
@@ -84,20 +85,19 @@ def adapter(folder: Path, tmp_path: Path, seed: int = 0, **settings: Any) -> tup
     return state, logits(model)
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora, experts alone": {"use_rslora": True, "target_modules": []},
+    "patterns": {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"experts.down_proj": 7}},
+    "one parameter": {"target_parameters": ["experts.down_proj"]},
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_rslora": True, "target_modules": []},
-        {"rank_pattern": {"experts.down_proj": 2}, "alpha_pattern": {"experts.down_proj": 7}},
-        {"target_parameters": ["experts.down_proj"]},
-    ],
-    ids=["plain", "rslora, experts alone", "patterns", "one parameter"],
+    ("folder", "name"), sampled([(model, name) for model in MODELS for name in SETTINGS]), indirect=["folder"]
 )
-def test_an_adapter_of_peft_comes_in_and_goes_out_with_equal_logits(
-    folder: Path, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    state, expected = adapter(folder, tmp_path, **settings)
+def test_an_adapter_of_peft_comes_in_and_goes_out_with_equal_logits(folder: Path, tmp_path: Path, name: str) -> None:
+    state, expected = adapter(folder, tmp_path, **SETTINGS[name])
     close = {"atol": 1e-4, "rtol": 1e-4}
     assert (logits(loaded(folder)) - expected).abs().max() > 0.1
     stack = AdapterStack(model := loaded(folder), list(state.linears))

@@ -254,7 +254,7 @@ def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use()
             later.need(["d"])
 
 
-@each_activation
+@pytest.mark.parametrize("activation", ["", MEMORY], ids=["none", "memory"])
 def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
     backbone, stack, _states = stacked("llama", activation)
     room = stack.preallocate(rows=8, sequences=4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from http_client import listening
 from phases import begin_phase, end_phase, routed
 from service_client import bank_of, examples, serving
@@ -116,7 +117,7 @@ def test_tasks_without_labels_are_refused(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "decoding"), [("bert", "dynamic"), ("t5", "dynamic"), ("llama", "dynamic"), ("llama", "static")]
+    ("kind", "decoding"), sampled([("bert", "dynamic"), ("t5", "dynamic"), ("llama", "dynamic"), ("llama", "static")])
 )
 def test_served_texts_get_the_adapter_and_the_answers_of_the_run(
     taught: Taught, tmp_path: Path, kind: str, decoding: str

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from phases import begin_phase, end_phase
 from service_client import bank_of, examples, serving
 from tiny import KINDS, WRITERS, Lab, Taught
@@ -297,7 +298,7 @@ def test_each_task_alone_has_no_pseudo_samples(lab: Lab) -> None:
 # ---- serving and refusals --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "decoding"), [("t5", "dynamic"), ("llama", "dynamic"), ("llama", "static")])
+@pytest.mark.parametrize(("kind", "decoding"), sampled([("t5", "dynamic"), ("llama", "dynamic"), ("llama", "static")]))
 def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
     done = taught(kind, "lfpt5-real")
     bank = bank_of(done, tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from phases import begin_phase, end_phase
 from service_client import bank_of, examples, serving
 from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, run, trace
@@ -133,7 +134,9 @@ def test_objectives_that_cannot_be_are_refused(lab: Lab) -> None:
 # ---- serving -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "decoding"), [("bert", "dynamic"), ("llama", "dynamic"), ("llama", "static")])
+@pytest.mark.parametrize(
+    ("kind", "decoding"), sampled([("bert", "dynamic"), ("llama", "dynamic"), ("llama", "static")])
+)
 def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
     taught: Taught, tmp_path: Path, kind: str, decoding: str
 ) -> None:
