@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from service_client import bank_of, serving
 from tiny import Done, Lab, evaluated_by, run
 
@@ -38,9 +39,11 @@ def weights(mixture: Mixture, row: int = 0) -> dict[str, float]:
     return {name: round(w, 4) for name, w in zip(mixture.names, mixture.weights[row].tolist(), strict=True) if w > 1e-5}
 
 
-@pytest.mark.parametrize("text", ["input", "prompt"])
+RUNS = (("bert", "slm"), ("llama", "sapt"), ("t5", "gainlora"), ("bert", "epi"), ("llama", "moelora"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "method"), [("bert", "slm"), ("llama", "sapt"), ("t5", "gainlora"), ("bert", "epi"), ("llama", "moelora")]
+    ("kind", "method", "text"), sampled([(*run, text) for run in RUNS for text in ("input", "prompt")])
 )
 def test_a_run_and_its_endpoint_route_by_the_same_text(
     lab: Lab, tmp_path: Path, kind: str, method: str, text: str

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from http_client import listening
 from phases import begin_phase
 from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matrix, opened, run, tokenizer, trace
@@ -271,8 +272,9 @@ def test_forgetting_a_task_removes_its_keys(complete: Complete, tmp_path: Path, 
     assert result.after["animal"].value >= result.before["animal"].value, "one task less to be confused with"
 
 
-@pytest.mark.parametrize("mixing", ["concat", "sum"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mixing"), sampled([(kind, mixing) for kind in KINDS for mixing in ("concat", "sum")])
+)
 def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str) -> None:
     """The ablation DTKR+Prompt: same keys, no weight is touched; retrieved prompts stand one after another."""
     storage = Storage.at(tmp_path)
@@ -302,8 +304,12 @@ def test_slots_can_hold_prompts(lab: Lab, tmp_path: Path, kind: str, mixing: str
     assert served == [json.loads(line)["answer"] for line in storage.read_text(last).splitlines()]
 
 
-@pytest.mark.parametrize(("variant", "activation", "size"), [("slm-adapter", "relu", 8), ("slm-prefix", "softmax", 3)])
-@pytest.mark.parametrize("kind", KINDS)
+VARIANTS = (("slm-adapter", "relu", 8), ("slm-prefix", "softmax", 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "activation", "size"), sampled([(kind, *variant) for kind in KINDS for variant in VARIANTS])
+)
 def test_slots_can_hold_bottlenecks_and_prefixes(
     complete: Complete, kind: str, variant: str, activation: str, size: int
 ) -> None:
