@@ -53,7 +53,9 @@ def prompts_of(kind: str) -> tuple[str, ...]:
 
 
 ALL_CASES = [(*pair, prompt) for pair in SERVED for prompt in prompts_of(pair[0])]
-SHARED = [case for case in ALL_CASES if FULL or case[:2] in SAMPLE]
+ALWAYS = ("llama", "moelora", "conversations")
+"""A router of conversations that chooses no task."""
+SHARED = [case for case in ALL_CASES if FULL or case[:2] in SAMPLE or case == ALWAYS]
 """Cases of complete runs that other suites look at too."""
 
 
@@ -63,8 +65,7 @@ def needed(case: tuple[str, str, str]) -> tuple[Any, ...]:
     return ("llama" if kind == "mixtral" else kind, prompt), routing_family(method)
 
 
-CASES = sampled(SHARED, keep=[("llama", "moelora", "conversations")], needed=needed)
-"""A router of conversations that chooses no task is always there."""
+CASES = sampled(SHARED, keep=[ALWAYS], needed=needed)
 
 
 def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
