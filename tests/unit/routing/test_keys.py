@@ -150,15 +150,15 @@ def test_keys_of_a_second_task_keep_away_from_the_first_ones() -> None:
     assert keys[0][0] == keys[0][1] and keys[1][0] != keys[1][1], "the first task has no earlier keys"
 
 
-@pytest.mark.parametrize(("mask", "steps"), [(0.0, 400), (0.99, KeyConfig().steps), (0.999999, 400)])
-def test_the_mask_keeps_k_slots_without_bias(mask: float, steps: int) -> None:
+@pytest.mark.parametrize("mask", [0.0, 0.99, 0.999999])
+def test_the_mask_keeps_k_slots_without_bias(mask: float) -> None:
     """SLM, eq. 7."""
     similar = drawn(5, 3, 4)
     chosen = choose(similar, 2, mask, torch.Generator().manual_seed(0))
     assert chosen.shape == (5, 3, 2) and all(len(set(pair)) == 2 for group in chosen.tolist() for pair in group)
     if not mask:
         assert torch.equal(chosen, similar.topk(2).indices)
-    keys = learn_keys(drawn(9, 12), KeyConfig(groups=3, slots=2, mask=mask, steps=steps), 2, seed=0)
+    keys = learn_keys(drawn(9, 12), KeyConfig(groups=3, slots=2, mask=mask, rate=1e-2, steps=400), 2, seed=0)
     assert float(keys.abs().max()) < 10
 
 
