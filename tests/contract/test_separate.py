@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from axes import sampled
-from tiny import ENGINES, KINDS, WRITERS, Lab, Stop, fits, run, trace
+from tiny import ENGINES, KINDS, WRITERS, Lab, Stop, family, fits, run, trace
 from torch import Tensor
 
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
@@ -66,7 +66,8 @@ def test_a_run_stopped_in_the_second_task_continues_the_same(lab: Lab, tmp_path:
 @pytest.mark.parametrize(
     ("method", "engine"),
     sampled(
-        [(name, engine) for name in SHARED if fits("bert", name) for engine in ENGINES if engine != "torch"], keep=[]
+        [(name, engine) for name in SHARED if fits("bert", name) for engine in ENGINES if engine != "torch"],
+        needed=lambda case: (family(case[0]), case[1]),
     ),
 )
 def test_all_engines_start_anew(lab: Lab, tmp_path: Path, method: str, engine: str) -> None:

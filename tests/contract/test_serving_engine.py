@@ -37,7 +37,8 @@ LONG = Sampling(100)
     ("kind", "method", "decoding"),
     [
         *product(("llama", "t5"), ("separate", "slm"), ("dynamic",)),
-        *product(("llama",), ("olora", "sapt"), ("dynamic", "static")),
+        ("llama", "olora", "dynamic"),
+        ("llama", "sapt", "static"),
         ("llama", "slm", "static"),
     ],
 )

@@ -183,7 +183,7 @@ key_maps.STEPS = 250
 
 
 def family(name: str) -> tuple[Hashable, ...]:
-    """Return what a gradient modifier can see of a run's method: runs that agree in it are one family.
+    """Return what a modifier or an engine can see of a run's method: runs that agree in it are one family.
 
     It is which hooks between a batch and the optimizer the method has, and what it trains: the backbone, an adapter for
     all tasks or one for each. A schedule, and a variant with settings of its own, is a family.
