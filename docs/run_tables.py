@@ -222,13 +222,13 @@ def backwards(definition: dict[str, Any], results: Path = RESULTS) -> str:
             if len(changes) > 1:
                 change = difference([(one, {"bwt": TaskScore(0.0)}) for one in changes])
                 rows.append((head, row, Verdict(row, "", "bwt", change)))
+    rows.sort(key=lambda row: -row[2].difference.mean if row[2].difference else 0.0)
     made = corrected([verdict for *_, verdict in rows])
     lines = [
         [head, f"`{row}`", f"{change.mean:+z.1f}", interval_text(change), *_told(verdict, RAISED)]
         for (head, row, _), verdict in zip(rows, made, strict=True)
         if (change := verdict.difference) is not None and change.mean >= definition["least"]
     ]
-    lines.sort(key=lambda line: -float(line[2]))
     heads = ["stream", "method", "BWT", "95 % interval", "seeds", "do later tasks raise earlier ones?", "could tell"]
     return markdown(heads, lines)
 

@@ -21,8 +21,8 @@ SAMPLE = 256
 """The number of queries on which recall is measured."""
 
 QUERIES_AT_ONCE = 0x22
-"""The queries that FAISS compares with a block of codes at once (`qbs`): two, and again two. Its default, three and
-more, takes a fifth longer on a processor with AVX2, whose registers hold the sums of two."""
+"""The queries that FAISS compares with a block of codes at once (`qbs`): two, and again two. With its default, a text
+in a batch of 32 takes 0.64 ms to route at 10,000 tasks in place of 0.39 (one core with AVX2)."""
 
 EXACT_UP_TO = 4_000
 """A CPU compares every vector up to this number: 0.4 ms for a text and 384 dimensions on one core."""

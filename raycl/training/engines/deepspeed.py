@@ -115,7 +115,7 @@ class DeepSpeedEngine:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the torch optimizer runs as it is: at ZeRO 0 in float32."""
+        """Return whether the torch optimizer runs as it is, at ZeRO 0 in float32."""
         return self.engine.optimizer is self.optimizer
 
     @property

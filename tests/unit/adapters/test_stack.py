@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import FULL
 from tiny import tokenizer
 from torch import Tensor, nn
 
@@ -254,7 +255,7 @@ def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use()
             later.need(["d"])
 
 
-@pytest.mark.parametrize("activation", ["", MEMORY], ids=["none", "memory"])
+@pytest.mark.parametrize("activation", ["", MEMORY, *(["relu"] if FULL else [])])
 def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
     backbone, stack, _states = stacked("llama", activation)
     room = stack.preallocate(rows=8, sequences=4)

@@ -47,7 +47,7 @@ def studied(kind: Kind, tasks: list[str], **settings: object) -> SlotRouter:
 
 @cache
 def _studied(kind: Kind, tasks: tuple[str, ...], settings: tuple[tuple[str, object], ...]) -> SlotRouter:
-    router = SlotRouter(kind, 2, RetrievalConfig(top_k=2, **dict(settings)))  # type: ignore[arg-type]
+    router = SlotRouter(kind, 2, RetrievalConfig.model_validate({"top_k": 2, **dict(settings)}))
     for task in tasks:
         router.fit(task, texts_of(task), KEYS, seed=TASKS[task])
     return router

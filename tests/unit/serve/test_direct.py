@@ -169,7 +169,7 @@ def test_work_ends_when_its_client_leaves_and_others_may_cancel_it_too() -> None
 
 
 def test_what_follows_an_answer_is_finished_when_the_client_has_left() -> None:
-    """As when connections are closed behind answers: counters are written after the last byte."""
+    """Counters are written after the last byte, when a connection may be closed."""
     finished = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
