@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raycl import config as configs
 from raycl.api.models import Model, load
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
@@ -171,14 +172,16 @@ class Run:
         """
         return load(self.bank, **settings)
 
-    def add(self, *tasks: Task, **options: Any) -> Run:
+    def add(self, *tasks: Task, on_phase: OnPhase | None = None, quiet: bool = False, **sections: Any) -> Run:
         """Learn more tasks, and return the run with them; its older tasks are kept as they are.
 
         Where its branch of the bank was rolled back, a new run learns them from there, and this one stays as it is.
 
         Args:
             tasks: Names of the stream's tasks, entries of `stream.tasks`, or what `raycl.task` returns.
-            options: `on_phase` and `quiet` of `raycl.train`.
+            on_phase, quiet: As in `raycl.train`.
+            sections: Settings that the added tasks have for themselves, for example
+                `train={"epochs": 10, "learning_rate": 1e-3}`.
 
         Examples:
             >>> moods = raycl.task("moods", [("I love it", "good"), ("I hate it", "bad")] * 8, [("I like it", "good")])
@@ -187,7 +190,8 @@ class Run:
             ['orders', 'moods']
         """
         added = [json.dumps(spec) if isinstance(spec, dict) else spec for spec in _specs(tasks, self._directory)]
-        return _trained(requested_run.prepared(None, (), self.folder, added, None), **options)
+        overrides = [f"{key}={json.dumps(value)}" for key, value in configs.flatten(sections).items()]
+        return _trained(requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.

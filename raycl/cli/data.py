@@ -87,6 +87,7 @@ def _check(options: argparse.Namespace) -> int:
     from raycl.data.stream import open_stream
     from raycl.errors import ConfigError, DataError
     from raycl.progress import counted_off
+    from raycl.training.setup.checks import check_scoring
     from raycl.training.setup.lengths import with_lengths
 
     codec = load_codec(config.backbone, 8, 2)
@@ -100,6 +101,10 @@ def _check(options: argparse.Namespace) -> int:
     checks = []
     for task in counted_off(tasks, "checking tasks"):
         check = check_task(stream, task, codec, config.seed, options.examples)
+        try:
+            check_scoring(task)
+        except ConfigError as error:
+            check.problem = check.problem or str(error)
         if check.unusable and not check.problem and refuses:
             rows = counted(check.unusable, "row")
             check.problem = f"a run stops at {rows} that cannot be used: correct them, or set stream.on_bad_row=skip"
@@ -143,11 +148,30 @@ def _config(options: argparse.Namespace) -> RunConfig:
         file = local_or_installed(options.config) if options.config else None
         return load_config(file, options.overrides, present=True)
     (path,) = options.paths
+    _check_keys(options.overrides)
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
     carves = any(word.startswith("stream.test_fraction=") for word in of_run)
     tasks = json.dumps([task_at(path, of_task, carves)])
     return load_config(None, [f"stream.tasks={tasks}", *of_run], present=True)
+
+
+def _check_keys(overrides: Sequence[str]) -> None:
+    """Refuse a setting that neither a task nor a run has: the nearest may be of either.
+
+    Raises:
+        ConfigError: the first such setting.
+    """
+    from raycl.config.trainer_names import PATHS
+    from raycl.data.settings import TaskSpec
+    from raycl.errors import ConfigError, meant
+    from raycl.training.setup.run_config import RunConfig
+
+    known = (*TaskSpec.model_fields, *RunConfig.model_fields, *PATHS)
+    for override in overrides:
+        key = override.partition("=")[0].partition(".")[0].removeprefix("~")
+        if key not in known:
+            raise ConfigError(f"unknown config key '{key}': {meant(key, known)}")
 
 
 def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:

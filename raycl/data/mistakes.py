@@ -6,7 +6,7 @@ each has a count, and the setting, command or change that mends it.
 
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class SeenRows:
     Attributes:
         labels: first answer -> rows of train. texts: text -> its first row. groups: groups that rows belong to.
         answers: text -> its first answer in train. several: texts with several answers.
+        empty: rows without a text.
     """
 
     labels: Counter[str] = field(default_factory=Counter)
@@ -77,9 +78,12 @@ class SeenRows:
     groups: set[int] = field(default_factory=set)
     answers: dict[int, int] = field(default_factory=dict)
     several: set[int] = field(default_factory=set)
+    empty: list[int] = field(default_factory=list)
 
     def add(self, row: SeenRow, split: Split) -> None:
         """Add a row."""
+        if row.text == _EMPTY:
+            self.empty.append(row.number)
         self.texts.setdefault(row.text, row.number)
         self.groups.add(row.belongs)
         if split == "train":
@@ -108,6 +112,8 @@ def mistakes_of(stream: Stream, task: Task, most: int | None = None) -> list[Mis
         for row in seen_rows(sources[split], rows[split]) if split in sources else ():
             seen.add(row, split)
     tested = [] if test is None else list(seen_rows(test, rows["test"]))
+    mistakes += _of_empty("train", seen.empty)
+    mistakes += _of_empty("test", [row.number for row in tested if row.text == _EMPTY])
     if task.objective == "answer":
         mistakes += _of_labels(task, seen.labels, Counter(row.answer for row in tested))
         if seen.several:
@@ -142,6 +148,9 @@ def _key(text: str) -> int:
     return hash(" ".join(text.split()))
 
 
+_EMPTY = _key("")
+
+
 def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
     for split, raw in sources.items():
         if raw is sources.get("train") and split != "train":
@@ -150,6 +159,12 @@ def _of_reading(sources: Mapping[Split, RawRows]) -> Iterator[Mistake]:
             yield Mistake(f"rows of {split} that cannot be used", raw.left_out, raw.problems[0], _LEAVE_OUT)
         if raw.blank:
             yield Mistake(f"empty labels in {split}", raw.blank, f"of {raw.count + raw.dropped:,} rows", _LEAVE_OUT)
+
+
+def _of_empty(split: Split, rows: Sequence[int]) -> Iterator[Mistake]:
+    if rows:
+        which = _some([f"row {row}" for row in rows])
+        yield Mistake(f"empty texts in {split}", len(rows), which, "give them texts, or remove the rows")
 
 
 _LEAVE_OUT = "correct them; stream.on_bad_row=skip leaves them out"

@@ -258,6 +258,11 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     files |= {split: _source(uri, config) for split, uri in given.items() if uri is not None}
     for split in needed:
         if split not in files:
+            if folder is not None and folder.is_local and not folder.exists():
+                raise ConfigError(
+                    f"task '{spec.name}': '{spec.path}' does not exist: expected a file or a folder of rows, check the "
+                    "path"
+                )
             carved = " or stream.test_fraction to take test rows from train" if split == "test" else ""
             in_folder = (
                 f"expected {split}.json, .jsonl, .csv, .tsv, .parquet or .txt in '{spec.path}', a dataset in the "

@@ -410,5 +410,5 @@ def _notes(stream: Stream, plan: StreamPlan, config: StreamConfig) -> list[str]:
             listing = ", ".join(f"{count} {split}" for split, count in dropped.items())
             notes.append(f"{task.task.name}: rows without a label dropped: {listing}")
     for note in notes:
-        log.info("%s: %s", stream.name, note)
+        log.info("%s", note)
     return notes

@@ -17,12 +17,20 @@ from raycl.storage.records import hashed
 from raycl.training.definition.settings import EXEMPT
 from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.journal import RunState, check_inputs, check_owner, last_attempt, read_state
+from raycl.training.records.publish import open_bank
 from raycl.training.records.results import build_results
 from raycl.training.records.run_folder import CONFIG, resume_arguments, run_at
 from raycl.training.setup import checks, run_config
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.run_config import RunConfig
-from raycl.training.setup.snapshot_start import changes_beside_tasks, keep_limits, name_of, recall_lengths
+from raycl.training.setup.snapshot_start import (
+    MAY_DIFFER,
+    OF_TASK,
+    changes_beside_tasks,
+    keep_for_others,
+    name_of,
+    recall_lengths,
+)
 from raycl.types import Phase
 
 
@@ -118,6 +126,7 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
 
     Args:
         added: see `with_tasks`.
+        overrides: settings; those of `OF_TASK` are the added tasks' own.
 
     Raises:
         ResumeError: there is no run, its method takes no more tasks, or another setting differs.
@@ -128,9 +137,12 @@ def extend(folder: str, added: Sequence[str], overrides: tuple[str, ...] = ()) -
     new = with_tasks(_allowed(_config_of(storage, state, overrides), overrides, storage), added, learned)
     fresh = [task if isinstance(task, str) else task.name for task in (new.stream.tasks or ())[-len(added) :]]
     before, after = configs.as_tree(old), configs.as_tree(new)
-    keep_limits(before["stream"], after["stream"], fresh)
+    for section in OF_TASK:
+        keep_for_others(section, before[section], after[section], fresh)
     new = configs.validate(RunConfig, after)
-    _refuse(folder, changes_beside_tasks(before, configs.as_tree(new), fresh))
+    changed = changes_beside_tasks(before, configs.as_tree(new), fresh)
+    bank = open_bank(old.bank, storage).storage.address
+    _refuse(folder, changed, _start_with(f"{bank}@{old.bank.branch}", changed))
     continued = _continued(new, storage, state)
     checks.warn_of_mistakes(continued.stream, len(added))
     return continued
@@ -197,10 +209,17 @@ def run_in(folder: str) -> tuple[Storage, RunConfig, RunState]:
     return storage, config, state
 
 
-def _refuse(folder: str, changed: dict[str, tuple[Any, Any]]) -> None:
+def _refuse(folder: str, changed: dict[str, tuple[Any, Any]], mend: str = "start a new run instead") -> None:
     if changed:
         listed = "; ".join(f"{key} was {before!r}, now {after!r}" for key, (before, after) in changed.items())
-        raise ResumeError(f"'{folder}' cannot continue with a changed config: {listed}; start a new run instead")
+        raise ResumeError(f"'{folder}' cannot continue with a changed config: {listed}; {mend}")
+
+
+def _start_with(bank: str, changed: Collection[str]) -> str:
+    """Return the run that takes these settings for added tasks."""
+    if all(key.startswith(MAY_DIFFER) for key in changed):
+        return f"a new run that starts from its bank takes them: raycl train bank.start={bank} 'stream.tasks=[TASK]'"
+    return "start a new run instead"
 
 
 def _allowed(config: RunConfig, overrides: tuple[str, ...], storage: Storage) -> RunConfig:

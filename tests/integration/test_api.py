@@ -17,6 +17,8 @@ from raycl import api
 from raycl.api import runs
 from raycl.errors import ConfigError, ResumeError
 from raycl.launch.prepared_run import Prepared
+from raycl.storage import Storage
+from raycl.training.records.journal import read_state
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -53,7 +55,9 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     again = raycl.Run(trained.folder)
     assert np.array_equal(again.matrix, trained.matrix, equal_nan=True) and again.bank == trained.bank
 
-    longer = trained.add(raycl.task("way", OTHER, [("blue sky", "down")]), quiet=True)
+    longer = trained.add(raycl.task("way", OTHER, [("blue sky", "down")]), quiet=True, train={"epochs": 2})
+    trained_for = read_state(Storage.at(longer.folder)).config["train"]
+    assert (trained_for["epochs"], trained_for["epochs_by_task"]) == (settings["train"]["epochs"], {"way": 2})
     assert longer.tasks == ["heat", "colour", "way"] and longer.folder == trained.folder
     assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
     better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="again", quiet=True)

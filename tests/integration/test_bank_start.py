@@ -247,7 +247,7 @@ def test_what_differs_from_the_snapshots_run_is_refused_with_both_values(
             "backbone.name was '.*bert', now '.*t5'",
         ),
         ({"seed": 7}, [new], ConfigError, "seed was 42, now 7"),
-        ({"stream": {"train_rows": 3}}, [new], ConfigError, "train_rows was .*, now 3"),
+        ({"stream": {"per_class": 3}}, [new], ConfigError, "per_class was .*, now 3"),
         ({}, [], ConfigError, r"without new tasks: name those .* \(snapshot 1 has learned colour\)"),
         ({}, [new, old], ConfigError, "names colour, which snapshot 1 has learned already"),
         ({"bank": {"dir": str(tmp_path / "else")}}, [new], ConfigError, "leave bank.dir out"),

@@ -42,6 +42,8 @@ def test_what_is_shown_is_removed_and_nothing_else(
     (cache / "table").write_bytes(b"x" * 500)
     before = files(runs)
 
+    assert main.main(["clean", str(tmp_path / "rusn"), "--remove"]) == 1, "a mistyped folder removes no cache either"
+    assert f"'{tmp_path / 'rusn'}' does not exist" in capsys.readouterr().err and (cache / "table").is_file()
     assert main.main(["clean", str(runs)]) == 0
     shown = capsys.readouterr().out
     assert "nothing was removed: add --remove" in shown and files(runs) == before

@@ -15,7 +15,7 @@ from tiny import Lab, Stop, matrix, run, trace, work
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
-from raycl.errors import ConfigError, ResumeError, RunError
+from raycl.errors import ConfigError, DataError, ResumeError, RunError
 from raycl.launch import prepared_run, requested_run
 from raycl.launch.prepared_run import with_tasks
 from raycl.serve.offline.model import OfflineModel
@@ -122,7 +122,8 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
         (["{name: "], (), ConfigError, "is neither a task's name nor YAML"),
         ([str(lab.tasks[0]["name"])], (), ConfigError, "stream"),
         (["{name: new, path: ./nowhere}"], (), ConfigError, "nowhere"),
-        ([later], ("train.learning_rate=0.5",), ResumeError, "train.learning_rate was 0.01, now 0.5"),
+        ([later], ("seed=5",), ResumeError, "seed was 42, now 5; start a new run instead"),
+        ([later], ("train.batch_size=5",), ResumeError, "train.batch_size was .*, now 5; .* raycl train bank.start="),
         ([later], ("train.epochs_by_task.colour=3",), ResumeError, "epochs_by_task.colour"),
         ([later], ("train.learning_rate_by_task.colour=3",), ResumeError, "learning_rate_by_task.colour"),
         ([later], ("stream.train_rows_by_task.colour=3",), ResumeError, "rows_by_task.colour"),
@@ -139,6 +140,56 @@ def test_impossible_extensions_are_refused_and_change_nothing(lab: Lab, tmp_path
     assert [taught.train.of_task(name).learning_rate for name in ("colour", own)] == [0.01, 2.0]
     with pytest.raises(ResumeError, match="holds no run"):
         prepared_run.extend(str(tmp_path / "nothing"), [later])
+
+
+def test_training_settings_beside_an_added_task_are_its_own(lab: Lab, tmp_path: Path) -> None:
+    """The config is the one with settings by task, so that the run and all that read it later need no other case."""
+    _, first, later = halves(lab, "lora")
+    own = str(lab.tasks[1]["name"])
+    folder = Storage.at(tmp_path / "run")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    run(first, folder)
+    short = ("train.epochs=4", "train.learning_rate=0.5", "stream.train_rows=5")
+    taught = prepared_run.extend(str(tmp_path / "run"), [later], short).config
+    written = {"train": {"epochs": 4, "learning_rate": 0.5}, "stream": {"train_rows": 5}}
+    by_task = [f"{section}.{key}_by_task.{own}={value}" for section, of in written.items() for key, value in of.items()]
+    assert prepared_run.extend(str(tmp_path / "run"), [later], tuple(by_task)).config == taught
+    assert taught.train.epochs_of("colour") == first.train.epochs_of("colour") != taught.train.epochs_of(own) == 4
+    assert [taught.train.of_task(name).learning_rate for name in ("colour", own)] == [0.01, 0.5]
+    assert [taught.stream.train_rows_of(name) for name in ("colour", own)] == [None, 5]
+    with pytest.raises(Stop):
+        run(taught, folder, after=1, takes_over=True)
+    again = prepared_run.extend(str(tmp_path / "run"), [later], ("train.epochs=6", *short[1:])).config
+    assert again.train.epochs_of(own) == 6, "an attempt that failed does not decide the next one's"
+
+
+def test_an_added_task_may_have_rows_that_are_left_out(lab: Lab, tmp_path: Path) -> None:
+    """Tasks that were read without any are the same under both settings."""
+    _, first, _ = halves(lab, "lora")
+    folder = Storage.at(tmp_path / "run")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    run(first, folder)
+    rows = "text,label\n" + "a cat,cat\na dog,dog\n" * 20
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/train.csv").write_text(f"{rows}only one cell\n")
+    (tmp_path / "new/test.csv").write_text(rows)
+    new = f"{{name: new, path: {tmp_path / 'new'}}}"
+    with pytest.raises(DataError, match="row 41: 1 cells"):
+        prepared_run.extend(str(tmp_path / "run"), [new])
+    skipping = prepared_run.extend(str(tmp_path / "run"), [new], ("stream.on_bad_row=skip",))
+    assert [len(skipping.stream.rows(task, "train")) for task in skipping.stream.tasks[1:]] == [40]
+
+
+def test_a_small_added_task_may_have_automatic_epochs_where_the_run_names_a_number(lab: Lab, tmp_path: Path) -> None:
+    _, first, later = halves(lab, "lora")
+    folder = Storage.at(tmp_path / "run")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    taught = prepared_run.extend(str(tmp_path / "run"), [later], ("train.epochs=auto",)).config.train
+    own = str(lab.tasks[1]["name"])
+    assert taught.epochs == first.train.epochs != "auto"
+    assert taught.epochs_of(own, rows=32) == 7 and taught.epochs_of("colour", rows=32) == first.train.epochs
+    with pytest.raises(ConfigError, match="epochs_by_task"):
+        prepared_run.extend(str(tmp_path / "run"), [later], (f"train.epochs_by_task.{own}=0",))
 
 
 def test_an_added_task_may_have_longer_texts_and_older_ones_keep_their_limits(lab: Lab, tmp_path: Path) -> None:

@@ -32,6 +32,15 @@ def test_each_command_describes_itself_by_its_own_name(name: str, capsys: pytest
     assert f"raycl {name}" in (load(name).__doc__ or "")
 
 
+def test_each_command_of_banks_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["bank", "fuse"], ["bank", "rollback"]):
+        with pytest.raises(SystemExit):
+            main.main([*words, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "One adapter out of those of all tasks, and what that costs them." in text
+    assert "Move a branch back to a snapshot that it had; nothing is deleted." in text
+
+
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"]):
         if words:

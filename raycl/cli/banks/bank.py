@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, summary: str, reference: bool = False) -> argparse.ArgumentParser:
-        added = names.add_parser(name, help=summary)
+        added = names.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         at = "[@REF]" if reference else ""
         added.add_argument("bank", metavar=f"BANK{at}", help=REFERENCE_HELP if reference else BANK_HELP)
         add_output(added)

@@ -9,6 +9,7 @@ Banks, and runs that are not finished, are never touched.
 import argparse
 
 from raycl.cli.commands import echo, show
+from raycl.errors import StorageError
 
 KINDS = ("checkpoints", "prefixes", "cache")
 
@@ -27,7 +28,10 @@ def run(options: argparse.Namespace) -> int:
     from raycl.storage import Storage
     from raycl.training.setup import run_config
 
-    items = removable(Storage.at(options.folder or run_config.default_directory()), options.only)
+    folder = Storage.at(options.folder or run_config.default_directory())
+    if options.folder and not folder.exists():
+        raise StorageError(f"'{folder.uri}' does not exist: expected the folder or URI of runs, check the path")
+    items = removable(folder, options.only)
     lines = [f"{item.bytes / 1e6:10,.1f} MB  {item.kind:12} {item.folder.uri}" for item in items]
     total = sum(item.bytes for item in items)
     lines += [f"without {kind}: {EFFECTS[kind]}" for kind in dict.fromkeys(item.kind for item in items)]

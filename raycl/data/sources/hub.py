@@ -126,10 +126,8 @@ class HubSplit(NamedSource):
         return usable_rows(enumerate(items, start=1), columns, self.refuse, findings)
 
     def _items(self, names: list[str]) -> Iterator[dict[str, Any]]:
-        from datasets.features.features import require_decoding
-
         for name in names:
-            if require_decoding(self.dataset.features[name]):  # would open the files that the rows name
+            if _opens_files(self.dataset.features[name]):
                 self.refuse(f"column '{name}' holds pictures or sound: expected text or classes")
         classes = {name: class_names(self.dataset.features[name]) for name in names}
         for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
@@ -145,6 +143,18 @@ def is_dataset_folder(folder: Path) -> bool:
     words = ("train", "test", "valid", "dev")
     has_splits = any(path.name.lower().startswith(words) for path in folder.iterdir())
     return has_splits or any((folder / name).exists() for name in marks) or any(folder.glob("*.parquet"))
+
+
+def _opens_files(feature: Any) -> bool:
+    """Return whether reading a column opens files that its rows name; one of JSON, as calls of tools are, does not."""
+    from datasets.features.features import require_decoding
+
+    if isinstance(feature, dict):
+        return any(map(_opens_files, feature.values()))
+    inner = getattr(feature, "feature", None)
+    if inner is not None:
+        return _opens_files(inner)
+    return type(feature).__name__ != "Json" and require_decoding(feature)
 
 
 def class_names(feature: Any) -> list[str] | None:

@@ -17,7 +17,7 @@ from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_br
 from raycl.bank.manifest import snapshot_file
 from raycl.config.trust import Permissions
 from raycl.data.sources.fields import TEXT_NAMES, Columns
-from raycl.errors import BankError, BranchMovedError, counted
+from raycl.errors import BankError, BranchMovedError, counted, meant
 from raycl.operations.banks import merge as merging
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
 from raycl.operations.banks.gguf import convert, converter
@@ -228,7 +228,8 @@ def _show(bank: Bank, options: Namespace) -> CommandResult:
         versions = bank.versions(name)
         if not versions or (number and not number.isdigit()):
             raise BankError(
-                f"the bank '{bank.storage.uri}' has no adapter '{what}': expected name, name@version or number"
+                f"the bank '{bank.storage.uri}' has no adapter '{what}': {meant(name, bank.names())}, as NAME or "
+                "NAME@VERSION, or the number of a snapshot"
             )
         tree = bank.manifest(AdapterRef(name=name, version=int(number or versions[-1]))).model_dump(mode="json")
     rows = [(key, _short(value)) for key, value in tree.items()]

@@ -14,9 +14,10 @@ from raycl.config.names import FolderName
 EXEMPT = (
     *("launch", "tracking", "output", "bank.dir", "bank.publish", "bank.branch", "bank.sample_days", "bank.copies"),
     "bank.allow_storage",
-    *("eval.other_row", "checkpoint.asynchronous"),
+    *("eval.other_row", "checkpoint.asynchronous", "stream.on_bad_row"),
 )
-"""Settings that cannot change what a run learns; they may differ on resume and are not in the fingerprint."""
+"""Settings that cannot change what a run learns; they may differ on resume and are not in the fingerprint. (A task that
+was read without unusable rows is the same with `on_bad_row=skip`; rows have fingerprints of their own.)"""
 
 
 class EngineConfig(Section):

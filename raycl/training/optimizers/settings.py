@@ -63,7 +63,9 @@ class TrainConfig(Section):
         description=f"passes over a task's training rows; auto: {USUAL_EPOCHS}, and for tasks of your own under a "
         f"model's chat template as many as give {LEAST_STEPS} optimizer steps, at most {MOST_EPOCHS}",
     )
-    epochs_by_task: dict[str, int] = Field(default_factory=dict, description="task name -> epochs, where it differs")
+    epochs_by_task: dict[str, Annotated[int, Field(ge=1)] | Literal["auto"]] = Field(
+        default_factory=dict, description="task name -> epochs, where it differs"
+    )
     max_steps: int | None = Field(None, ge=1, description="optimizer steps per task at most")
     batch_size: int = Field(16, ge=1, description="examples per optimizer step, over all workers")
     micro_batch_size: int | None = Field(
@@ -173,14 +175,18 @@ class TrainConfig(Section):
         if self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps={self.warmup_steps}"
 
+    def chosen_epochs(self, phase: str) -> int | Literal["auto"]:
+        """Return the setting of a phase by its name."""
+        return self.epochs_by_task.get(phase, self.epochs)
+
     def epochs_of(self, phase: str, rows: int = 0) -> int:
         """Return the epochs of a phase by its name.
 
         Args:
             rows: its rows, where `auto` gives them `LEAST_STEPS`; 0: it does not.
         """
-        if phase in self.epochs_by_task or self.epochs != "auto":
-            return self.epochs_by_task.get(phase, USUAL_EPOCHS if self.epochs == "auto" else self.epochs)
+        if (epochs := self.chosen_epochs(phase)) != "auto":
+            return epochs
         wanted = math.ceil(LEAST_STEPS / math.ceil(rows / self.batch_size)) if rows else 0
         return max(USUAL_EPOCHS, min(wanted, MOST_EPOCHS))
 

@@ -103,9 +103,8 @@ def check(config: RunConfig) -> Stream:
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
+        check_scoring(task)
         if task.objective == "answer":
-            check_metric(task.metric)
-            check_labels(task.metric, task.name, task.labels)
             same = taken_for_same(task.labels or ()) if task.metric == "exact_match" else None
             if same:
                 log.info(
@@ -132,6 +131,17 @@ def check(config: RunConfig) -> Stream:
     for line in (*_warmup(config, stream, codec), *_samples(config, stream)):
         log.warning("%s", line)
     return stream
+
+
+def check_scoring(task: Task) -> None:
+    """Check that the task's metric exists and fits its labels.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if task.objective == "answer":
+        check_metric(task.metric)
+        check_labels(task.metric, task.name, task.labels)
 
 
 def _check_names(by_task: Mapping[str, Mapping[str, Any]], tasks: Sequence[Task]) -> None:
@@ -374,7 +384,7 @@ def _own_tasks(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[
         )
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
         order = _order(config, stream, phase, codec)
-        is_auto = config.train.epochs == "auto" and phase.name not in config.train.epochs_by_task
+        is_auto = config.train.chosen_epochs(phase.name) == "auto"
         if is_auto and order.epochs > USUAL_EPOCHS and order.steps == order.steps_per_epoch * order.epochs:
             yield (
                 f"'{phase.name}' is trained for {order.epochs} epochs instead of {USUAL_EPOCHS}, since its rows are "

@@ -29,6 +29,9 @@ OWN = ("launch", "tracking", "output", "bank")
 LIMITS = ("max_source_tokens", "max_target_tokens")
 """Settings of the stream that are a task's own, as it was learned."""
 
+OF_TASK = {"stream": (*LIMITS, "train_rows"), "train": ("epochs", "learning_rate")}
+"""Settings of a section that `KEY_by_task` gives by the names of tasks."""
+
 BY_TASK = (
     *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task", "stream.metric_by_task"),
     *(f"stream.{name}_by_task" for name in LIMITS),
@@ -115,7 +118,7 @@ def read_start(given: Tree, runs: str) -> Start | None:
     known = [address, *addresses(given).values()]
     named = {**tree, "bank": None, "stream": {**tree["stream"], "tasks": [*specs, *added]}}
     require_named(named, known, f"snapshot {snapshot.number} of '{bank.storage.uri}'", "bank.allow_storage=[ADDRESS]")
-    keep_limits(base["stream"], tree["stream"], list(map(name_of, added)))
+    keep_for_others("stream", base["stream"], tree["stream"], list(map(name_of, added)))
     tree["stream"]["tasks"] = [*_reachable(specs, snapshot, tree), *added]
     tree["bank"] = {**section, "dir": address, "start": f"{address}@{snapshot.sha256}"}
     return Start(tree, base, tuple(map(name_of, added)), str(written))
@@ -222,16 +225,21 @@ def _merged(base: Any, given: Any) -> Any:
     return given
 
 
-def keep_limits(before: Tree, after: Tree, fresh: Collection[str]) -> None:
-    """Token limits that were changed are those of `fresh` tasks alone: other tasks keep theirs.
+def keep_for_others(section: str, before: Tree, after: Tree, fresh: Collection[str]) -> None:
+    """Settings of `OF_TASK` that were changed are those of `fresh` tasks alone: other tasks keep theirs.
 
     Args:
-        before, after: the section `stream`; the second is changed.
+        section: a key of `OF_TASK`.
+        before, after: the section; the second is changed.
     """
-    for key in LIMITS:
-        if after.get(key) != before.get(key):
-            after[f"{key}_by_task"] = {**dict.fromkeys(fresh, after[key]), **after.get(f"{key}_by_task", {})}
-            after[key] = before[key]
+    for key in OF_TASK[section]:
+        if after.get(key) in (before.get(key), None):
+            continue
+        by_task = f"{key}_by_task"
+        recorded, given = before.get(by_task, {}), after.get(by_task, {})
+        named = {name: value for name, value in given.items() if name not in fresh or recorded.get(name) != value}
+        after[by_task] = {**dict.fromkeys(fresh, after[key]), **named}
+        after[key] = before[key]
 
 
 def recall_lengths(before: Tree, after: Tree) -> None:

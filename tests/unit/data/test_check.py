@@ -101,6 +101,14 @@ def test_dirty_labels_are_counted_with_what_mends_them(tmp_path: Path, codec: Mi
     assert kinds(clean)["rows of train that cannot be used"].count == 6
 
 
+def test_rows_without_a_text_are_warned_of(tmp_path: Path, codec: MiniLMCodec) -> None:
+    """Such cells are what tables of pandas have for missing values; they teach a label without a text."""
+    train = [*rows(40), ("", "a"), ("   ", "b")]
+    found = kinds(checked(codec, task(tmp_path / "t", train, [*rows(60, 100), ("\n", "a")]), dev_fraction=0))
+    assert (found["empty texts in train"].count, found["empty texts in train"].which) == (2, "row 41, row 42")
+    assert (found["empty texts in test"].count, found["empty texts in test"].which) == (1, "row 61")
+
+
 def test_rows_that_cannot_be_used_are_counted_and_stop_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +191,28 @@ def test_the_command_describes_a_file_a_folder_and_a_config(tmp_path: Path, caps
     assert main.main(["data", "check", f"stream.tasks=[{{name: two, path: {path}}}]", "--examples", "0"]) == 0
     assert capsys.readouterr().out.startswith("two: labels")
     assert main.main(["data", "check", str(tmp_path / "none")]) == 1
+    missing = f"error: task 'none': '{tmp_path / 'none'}' does not exist: expected a file or a folder of rows"
+    assert missing in capsys.readouterr().err
+    (tmp_path / "none").mkdir()
+    assert main.main(["data", "check", str(tmp_path / "none")]) == 1
     assert "error: task 'none' has no train file" in capsys.readouterr().err
+
+
+def test_a_metric_that_a_run_would_refuse_is_the_problem_of_its_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "check", task(tmp_path / "tickets", rows(100), rows(60, 200)), "--examples", "0"]
+    assert main.main([*words, "metric=acc"]) == 1
+    assert "error: unknown metric 'acc': did you mean 'accuracy'?" in capsys.readouterr().out
+    assert main.main([*words, "metric=accuracy"]) == 0
+
+
+@pytest.mark.parametrize(("written", "meant"), [("colums.text", "columns"), ("bakcbone.name", "backbone")])
+def test_a_mistyped_setting_gets_the_nearest_of_task_and_run(
+    tmp_path: Path, written: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["data", "check", task(tmp_path / "t", rows(9), rows(9)), f"{written}=x"]) == 1
+    assert f"unknown config key '{written.split('.')[0]}': did you mean '{meant}'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["seed=7"], ["a", "b"], ["a", "--config", "run.yaml"]])

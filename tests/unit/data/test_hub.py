@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read hf://nobody/nothing split 'train': .*Hub"):
         opened("hf://nobody/nothing")
     config = StreamConfig(tasks=(TaskSpec(name="a", path=str(tmp_path / "none")),))
-    assert "has no train file" in missing_files(config)
+    assert "does not exist: expected a file or a folder of rows" in missing_files(config)
 
 
 def test_conversations_of_a_dataset(tmp_path: Path, codec: MiniLMCodec) -> None:
@@ -188,6 +188,25 @@ def test_conversations_of_a_dataset(tmp_path: Path, codec: MiniLMCodec) -> None:
     assert stream.tasks[0].labels is None and stream.tasks[0].metric == "rouge_l"
     with pytest.raises(ConfigError, match=r"task 'news' needs a chat template .*backbone\.chat_template"):
         stream.check(codec)
+
+
+def test_conversations_with_calls_of_tools_of_a_folder_with_one_split(tmp_path: Path) -> None:
+    """`datasets` reads messages with different fields as JSON, which opens no files."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    messages = [
+        {"role": "user", "content": "Is it warm in Bern?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "24"},
+        {"role": "assistant", "content": "Yes."},
+    ]
+    row = json.dumps({"tools": [{"type": "function", "function": function}], "messages": messages})
+    for name, file in (("folder", "train-0.jsonl"), ("files", "train.jsonl")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(f"{row}\n" * 3)
+    (tmp_path / "files" / "test.jsonl").write_text(f"{row}\n")
+    by_datasets = opened(tmp_path / "folder", splits={"test": "train"})
+    assert rows(by_datasets) == rows(opened(tmp_path / "files")) and len(rows(by_datasets)) == 6
 
 
 @pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])

@@ -66,7 +66,7 @@ def _phase(config: RunConfig, index: int, tasks: Sequence[str]) -> Tree:
     texts = config.stream.objective != "answer"
     return {
         "task": tasks[index],
-        "epochs": config.train.epochs_by_task.get(tasks[index], config.train.epochs),  # auto: by the rows
+        "epochs": config.train.chosen_epochs(tasks[index]),  # auto: by the rows
         "learning_rate": config.train.of_task(tasks[index]).learning_rate,
         "method": config.method.cache_key(index, tasks, texts),
         "modifiers": {name: chosen.cache_key(index, tasks, texts) for name, chosen in config.modifiers.items()},
