@@ -35,6 +35,7 @@ QUIET = {
     "DS_ACCELERATOR": "cpu",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less for each worker group: no node is taken away here
     "TRANSFORMERS_VERBOSITY": "error",
+    "RAY_prestart_worker_first_driver": "0",  # jobs with a runtime environment, as these are, would not use them
     "RAY_worker_niceness": "0",  # Ray's workers would wait for the tests that run beside them
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # in tests/ray they are no children of the raylet
     "REPORTER_UPDATE_INTERVAL_MS": "60000",  # Ray's: every 5 s its agent reads what each process of the machine uses

@@ -17,9 +17,11 @@ from tiny import Complete, Lab, Stop, exported, matrix, run, trace
 from raycl.cli.commands import run as command
 from raycl.config import Tree, trust
 from raycl.errors import ConfigError, DataError
+from raycl.metrics.settings import GeneralConfig
 from raycl.operations.report.page.sections import sections_of
 from raycl.operations.report.run_comparison import to_csv
 from raycl.operations.report.tables import matrix_table
+from raycl.scoring.general_ability import SUITES, names_of
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
@@ -155,6 +157,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"eval\.unknown=refuse gives texts outside the stream no answer",
     ),
 ]
+
+
+def test_tasks_of_suites_exist(files: str) -> None:
+    assert names_of(GeneralConfig(tasks=tuple(SUITES), include_path=files)) == list(
+        dict.fromkeys(sum(SUITES.values(), ()))
+    )
 
 
 @pytest.mark.parametrize(("sections", "message"), WRONG)

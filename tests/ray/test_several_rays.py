@@ -26,9 +26,14 @@ import yaml
 from ray import serve
 from tiny import Lab, run
 
+from raycl import config as configs
+from raycl.cli import main
+from raycl.errors import LaunchError
 from raycl.launch import cluster
 from raycl.launch.http.connections import HEAD_S
 from raycl.launch.local import in_process_worker
+from raycl.serve.deployment import application
+from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
 
 REPO = Path(__file__).resolve().parents[2]
@@ -219,7 +224,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
         time.sleep(0.2)
 
 
-def killed_under_load(url: str, application: str) -> list[httpx.Response]:
+def killed_under_load(url: str, name: str) -> list[httpx.Response]:
     """Return answers to clients while the only replica of an application is killed."""
     answers: list[httpx.Response] = []
     over = threading.Event()
@@ -238,7 +243,7 @@ def killed_under_load(url: str, application: str) -> list[httpx.Response]:
         assert time.monotonic() < end, {answer.status_code for answer in answers}
         if time.monotonic() - killed > 20 and all(answer.status_code == 200 for answer in answers):
             named = ray.util.list_named_actors(True)  # again where no request was at the replica that was killed
-            names = [answer["name"] for answer in named if f"::{application}" in answer["name"]]
+            names = [answer["name"] for answer in named if f"::{name}" in answer["name"]]
             ray.kill(ray.get_actor(names[0], namespace="serve"))
             killed = time.monotonic()
         time.sleep(0.2)
@@ -249,7 +254,14 @@ def killed_under_load(url: str, application: str) -> list[httpx.Response]:
 
 
 @pytest.mark.timeout(900)
-def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, start: Start, tmp_path: Path) -> None:
+def test_endpoints_of_one_named_cluster(
+    ray_cluster: dict[str, str],
+    lab: Lab,
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Each has a name, a path or a port of its own; one that is taken is one sentence; none ends another."""
     with in_process_worker():
         run(lab.config("bert", "inclora"), Storage.at(tmp_path / "first"))
@@ -265,18 +277,21 @@ def test_endpoints_of_one_named_cluster(ray_cluster: dict[str, str], lab: Lab, s
     assert address_of(first) == f"http://127.0.0.1:{port}"
     (answer,) = serve.status().applications
     assert re.fullmatch(r"raycl-first-[0-9a-f]{8}", answer)
-    refused = {
-        endpoint(
-            "first", "ingress=direct", f"port={free_port()}"
-        ): f"serves this bank already, as application '{answer}'",
-        endpoint("second", f"port={free_port()}"): f"use host=127.0.0.1 port={port}, or ingress=direct",
-        endpoint("third", f"port={port}"): f"route_prefix=/ is the path of application '{answer}'",
-        endpoint("fourth", "ingress=direct", f"port={port}"): f"127.0.0.1:{port} cannot be listened on",
-    }
-    for process, sentence in refused.items():
-        assert process.wait(180) == 1
-        said = process.said.read_text()  # type: ignore[attr-defined]
-        assert sentence in said.splitlines()[-1] and "Traceback" not in said, said
+    refused = endpoint("first", "ingress=direct", f"port={free_port()}")
+    assert refused.wait(180) == 1
+    said = refused.said.read_text()  # type: ignore[attr-defined]
+    assert f"serves this bank already, as application '{answer}'" in said.splitlines()[-1] and "Traceback" not in said
+    for name, elsewhere, sentence in (
+        ("second", free_port(), f"use host=127.0.0.1 port={port}, or ingress=direct"),
+        ("third", port, f"route_prefix=/ is the path of application '{answer}'"),
+    ):
+        tree = {"bank": str(tmp_path / name / "bank"), "cpus": 0.1, "port": elsewhere}
+        with pytest.raises(LaunchError, match=re.escape(sentence)):
+            application.start(configs.validate(ServeConfig, tree), None)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    words = ("cpus=0.1", "ingress=direct", f"port={port}")
+    assert main.main(["serve", str(tmp_path / "fourth" / "bank"), *words]) == 1
+    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err.splitlines()[-1]
     words = (f"port={port}", "route_prefix=/second")
     second = endpoint("second", *words)
     url = address_of(second)
