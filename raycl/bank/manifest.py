@@ -60,6 +60,9 @@ def _hash(value: str) -> str:
 PUBLISHED_WITH = ("run", "fingerprint", "phase", "phase_name")
 """The fields that the provenances of an adapter and of its snapshot both say."""
 
+DERIVED = ("forgotten", "fused", "imported", "merged")
+"""Fields of the provenance of a snapshot that no run published; one for each operation that makes such snapshots."""
+
 Name = Annotated[str, AfterValidator(_name)]
 Sha256 = Annotated[str, AfterValidator(_hash)]
 Layout = dict[str, tuple[int, int]]
@@ -196,6 +199,11 @@ class Snapshot(Section):
     def file(self) -> str:
         """The path of its file in the bank."""
         return snapshot_file(self.number)
+
+    @property
+    def is_derived(self) -> bool:
+        """True if an operation on the bank made it of others; its provenance is otherwise that of their run."""
+        return not self.provenance.keys().isdisjoint(DERIVED)
 
     def adapter(self, name: str) -> SnapshotAdapter:
         """Return the adapter of that name.

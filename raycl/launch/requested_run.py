@@ -14,7 +14,7 @@ import yaml
 
 from raycl.errors import ConfigError
 from raycl.storage import Storage
-from raycl.training.records.publish import open_bank, went_back
+from raycl.training.records.publish import is_elsewhere, open_bank
 from raycl.training.setup import run_config
 from raycl.training.setup.run_config import RunConfig
 
@@ -55,14 +55,15 @@ def prepared(
 
 
 def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Prepared:
-    """Return the run with more tasks; a new one, where its branch was rolled back, that starts at the branch."""
+    """Return the run with more tasks; a new one, where its branch was moved behind it, that starts at the branch."""
     from raycl.launch import prepared_run
 
     storage, config, state = prepared_run.run_in(folder)
-    if not went_back(config.bank, storage, state):
+    names_branch = any(override.startswith("bank.branch=") for override in overrides)
+    if names_branch or not is_elsewhere(config.bank, storage, state):
         return prepared_run.extend(folder, added, tuple(overrides))
     start = _start_at_branch(storage, config)
-    log.info("branch '%s' went back behind this run: a new one starts from %s", config.bank.branch, start[0])
+    log.info("branch '%s' was moved since this run: a new one starts from %s", config.bank.branch, start[0])
     tasks = f"stream.tasks={json.dumps(list(map(prepared_run.task_of, added)))}"
     return prepared_run.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
 

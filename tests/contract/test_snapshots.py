@@ -99,7 +99,7 @@ def test_forgetting_a_task_costs_the_others_nothing(complete: Complete, tmp_path
     assert result.before["animal"].value == matrix(done.storage)[-1][1], "before must be what the run measured"
     new = bank.open(result.new)
     assert [entry.name for entry in new.adapters] == ["animal"] and [task.name for task in new.tasks] == ["animal"]
-    assert new.parent == snapshot.number and new.provenance["forgotten"] == ["colour"]
+    assert new.parent == snapshot.number and new.provenance["forgotten"] == ["colour"] and new.is_derived
     assert bank.open(snapshot.number) == snapshot, "old snapshots stay"
     with pytest.raises(BankError, match="no adapter was trained on colour: expected animal"):
         opened(bank, new).router.route(["red"], ["colour"])

@@ -15,7 +15,8 @@ from tiny import Lab, Stop, matrix, run, trace, work
 from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import Branch, line_of
-from raycl.errors import ConfigError, DataError, ResumeError, RunError
+from raycl.cli import main
+from raycl.errors import BankError, ConfigError, DataError, ResumeError, RunError
 from raycl.launch import prepared_run, requested_run
 from raycl.launch.prepared_run import with_tasks
 from raycl.serve.offline.model import OfflineModel
@@ -93,6 +94,47 @@ def test_a_task_added_after_a_rollback_is_learned_from_where_the_branch_is(lab: 
     assert len(read_state(folder).phases) == 2, "the first run stays as it is"
     more = requested_run.prepared(None, ["output.name=more"], folder.uri, [added.replace("third", "fourth")], None)
     assert [task.name for task in more.stream.tasks] == ["colour", "third", "fourth"]
+
+
+@pytest.mark.parametrize("operation", ["import", "fuse"])
+def test_a_task_added_after_an_operation_without_training_state_does_not_take_it_back(
+    lab: Lab, operation: str, tmp_path: Path
+) -> None:
+    """Such a snapshot has the provenance of the run before it, which must not replace it as its own."""
+    _, first, later = halves(lab, lab.slots())
+    folder, bank = Storage.at(tmp_path / "run"), str(tmp_path / "run/bank")
+    folder.write(CONFIG, configs.to_yaml(first).encode())
+    run(first, folder)
+    adapter = Bank.at(bank).open(1).adapters[0].name
+    words = {
+        "import": [str(tmp_path / "peft"), "--name", "other", "--examples", f"{lab.tasks[0]['path']}/train.jsonl"],
+        "fuse": ["--how", "average", "--without-scores", "--to", "fused"],
+    }
+    assert main.main(["bank", "export", bank, "--adapters", adapter, "--to", str(tmp_path / "peft")]) == 0
+    assert main.main(["bank", operation, bank, *words[operation]]) == 0
+    if operation == "fuse":
+        assert main.main(["bank", "promote", bank, "fused"]) == 0
+    branch = Branch(Bank.at(bank))
+    assert branch.head() == 2 and branch.bank.open(2).is_derived
+    with pytest.raises(BankError, match=r"snapshot 2 .* has no training state.*bank\.branch=NAME"):
+        requested_run.prepared(None, [], folder.uri, [later], None)
+    with pytest.raises(RunError, match=r"branch 'main' .* was moved to snapshot 2 .*bank\.branch=NAME"):
+        work(prepared_run.extend(str(shutil.copytree(folder.root, tmp_path / "copy")), [later]))
+    work(requested_run.prepared(None, ["bank.branch=next"], folder.uri, [later], None))
+    assert branch.head() == 2 and list(line_of(branch.bank, "next")) == [3, 1]
+
+
+def test_a_task_added_after_one_was_forgotten_is_learned_without_it(lab: Lab, tmp_path: Path) -> None:
+    _, _, later = halves(lab, "lora")
+    tree = {**configs.as_tree(lab.config("bert", lab.slots())), "output": {"dir": str(tmp_path), "name": "run"}}
+    work(prepared_run.prepare(configs.validate(RunConfig, tree)))
+    bank = Bank.at(tmp_path / "run/bank")
+    assert main.main(["bank", "forget", str(tmp_path / "run/bank"), "colour"]) == 0
+    third = later.replace(str(lab.tasks[1]["name"]), "third", 1)
+    prepared = requested_run.prepared(None, ["output.name=next"], str(tmp_path / "run"), [third], None)
+    assert [task.name for task in prepared.stream.tasks] == [str(lab.tasks[1]["name"]), "third"]
+    work(prepared)
+    assert list(line_of(bank, "main")) == [4, 3, 2, 1]
 
 
 def test_a_task_whose_training_failed_can_be_added_again(lab: Lab, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_two_halves_are_the_whole(
     given = ["colour", "animal", "third"] if method == "separate" else None
     assert mixtures(bank, merged, given) == mixtures(bank, whole, given)
     assert verify(bank).problems == [] and merged.parent == item.number
-    assert merged.provenance["config"]["method"] == whole.provenance["config"]["method"]
+    assert merged.provenance["config"]["method"] == whole.provenance["config"]["method"] and merged.is_derived
 
 
 def test_branches_of_one_snapshot_are_merged_by_the_command_with_the_router_selected_anew(

@@ -268,6 +268,22 @@ def test_bad_input_is_one_sentence(
     assert status == 1 and out == "" and said.startswith("error: ") and message in said
 
 
+def test_a_missing_column_is_named_by_the_commands_option_before_a_model_is_loaded(
+    complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("body,team\nthe sky,a\n")
+    given = (uri(complete, "bert"), str(tmp_path / "rows.csv"))
+    capsys.readouterr()
+    for words, message in (
+        (("predict", *given), "no text column among body, team: expected text or input or sentence or prompt"),
+        (("predict", *given, "--text", "bodi"), "no text column among body, team: expected bodi"),
+        (("evaluate", *given, "--text", "body"), "no label column among body, team: expected label or output"),
+    ):
+        status, out, err = command(capsys, *words)
+        assert status == 1 and out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
+        assert f", or set --{message.split()[1]}\n" in err
+
+
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_scores_of_files_equal_the_matrix(
     complete: Complete, lab: Lab, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

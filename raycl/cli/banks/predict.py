@@ -111,7 +111,9 @@ def input_of(options: argparse.Namespace, label: tuple[str, ...] = ()) -> Input:
     if options.format != AUTO:
         reader_of(options.format)
     files = files_at(options.files, options.split, options.config, limits, options.format)
-    return Input(files, Columns(text, label), options.format)
+    rows = Input(files, Columns(text, label, setting="--"), options.format)
+    next(rows.all_rows(), None)  # a missing column is an error before a model is loaded
+    return rows
 
 
 def run(options: argparse.Namespace) -> int:

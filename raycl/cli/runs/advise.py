@@ -15,7 +15,9 @@ from raycl.cli.commands import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("data", nargs="*", metavar="DATA", help="a folder or file for each task")
+    parser.add_argument(
+        "data", nargs="*", metavar="DATA", help="a folder or file for each task, or YAML as in stream.tasks"
+    )
     parser.add_argument("--tasks", type=int, metavar="N", help="tasks in all (default: those of DATA)")
     parser.add_argument("--rows", type=int, metavar="N", help="training rows of a task (default: the median of DATA)")
     parser.add_argument("--backbone", metavar="NAME", help="model folder or hub id, whose config.json is here")
@@ -56,15 +58,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _specs(paths: list[str]) -> str:
     from raycl.cli.data import task_at
+    from raycl.launch.prepared_run import task_of
 
-    return json.dumps([task_at(path, [], False) for path in paths])
+    return json.dumps([task_of(path) if path.startswith("{") else task_at(path, [], False) for path in paths])
 
 
 def _rows(paths: list[str]) -> list[int]:
     from raycl.data.stream import open_stream
     from raycl.training.setup.run_config import load_config
 
-    config = load_config(None, [f"stream.tasks={_specs(paths)}"], present=True)
+    usable = "stream.on_bad_row=skip"  # rows are counted, and a run says which cannot be used
+    config = load_config(None, [f"stream.tasks={_specs(paths)}", usable], present=True)
     stream = open_stream(config.stream, config.seed)
     sources = [stream.source(task, "train") for task in stream.tasks]
     return [0 if source is None else source.count for source in sources]

@@ -75,6 +75,7 @@ class Columns:
         turns: which turns of conversations are rows.
         group: field whose value is the same in rows that belong together; "": none.
         others: rows keep the fields that are not their text.
+        setting: what stands before `text` and `label` where they are named, for messages; "": they cannot be.
     """
 
     text: tuple[str, ...] = TEXT_NAMES
@@ -84,6 +85,7 @@ class Columns:
     turns: Turns = "all"
     group: str = ""
     others: bool = False
+    setting: str = "columns."
 
     @property
     def is_default(self) -> bool:
@@ -119,9 +121,10 @@ class Columns:
         for role, wanted, every in (("text", texts, bool(self.parts)), ("label", self.label, False)):
             there = [name for name in wanted if _column(name, names)]
             if wanted and (not there or (every and len(there) < len(wanted))):
+                mend = f"set {self.setting}{role}" if self.setting else "rename a column"
                 refuse(
                     f"no {role} column among {', '.join(names) or 'no columns'}: expected "
-                    f"{(' and ' if every else ' or ').join(wanted)}, or set columns.{role}"
+                    f"{(' and ' if every else ' or ').join(wanted)}, or {mend}"
                 )
         beside = () if self.is_default and INSTRUCTION not in names else BESIDE
         columns = {_column(name, names) for name in (*texts, *self.label, *beside)}
@@ -146,10 +149,10 @@ def refuse_preferences(names: Sequence[str], columns: Columns, refuse: RefuseRow
     """
     pair = next((pair for pair in PREFERENCE_NAMES if set(pair) <= set(names)), None)
     if pair is not None and (columns.is_default or columns.label == LABEL_NAMES):
+        named = f"{columns.setting or 'columns.'}text=prompt {columns.setting or 'columns.'}label={pair[0]}"
         refuse(
             f"the rows hold preferences ({', '.join(pair)}), from which no method here learns: expected an answer for "
-            f"each text; name the columns, for example columns.text=prompt columns.label={pair[0]}, to learn the "
-            f"{pair[0]} answers alone"
+            f"each text; name the columns, for example {named}, to learn the {pair[0]} answers alone"
         )
 
 

@@ -361,7 +361,7 @@ def _import(bank: Bank, options: Namespace) -> CommandResult:
     if head is None:
         raise missing_branch(bank, options.snapshot)
     snapshot = head_of(bank, options.snapshot)
-    rows = Input(files_at([options.examples]), Columns(TEXT_NAMES, ())).rows()
+    rows = Input(files_at([options.examples]), Columns(TEXT_NAMES, (), setting="")).rows()
     texts = [row.text for _, row in rows if row.text.strip()]
     backbone = backbone_of(snapshot, options.backbone, permissions)
     routed = import_routed(bank, snapshot, options.folder, options.name, backbone, texts, options.prompt)

@@ -3,6 +3,7 @@
 Publishing the same again (an attempt that died before its checkpoint) gives the versions that are there already.
 """
 
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -102,11 +103,7 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
     snapshot, branch = bank.open(published["snapshot"]), Branch(bank, config.branch)
 
     def is_own(number: int) -> bool:
-        with suppress(BankError):
-            by = bank.open(number).provenance  # not its address: a run's folder may be moved or copied
-            derived = {"forgotten", "merged"} & by.keys()
-            return by.get("fingerprint") in (context.info.fingerprint, context.info.replaces) and not derived
-        return False
+        return _published_by(bank, number, (context.info.fingerprint, context.info.replaces))
 
     head = branch.head()
     is_behind = head is not None and head > snapshot.number and is_own(head)
@@ -125,9 +122,25 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
         raise RunError(f"{error}: {elsewhere}") from error
 
 
-def went_back(config: BankConfig, storage: Storage, state: RunState) -> bool:
-    """Return whether the run's branch was rolled back from what the run published last."""
+def _published_by(bank: Bank, number: int, fingerprints: Collection[str]) -> bool:
+    """Return whether a run with one of these fingerprints published a snapshot.
+
+    Its address says nothing: a run's folder may be moved or copied.
+    """
+    with suppress(BankError):
+        snapshot = bank.open(number)
+        return snapshot.provenance.get("fingerprint") in fingerprints and not snapshot.is_derived
+    return False
+
+
+def is_elsewhere(config: BankConfig, storage: Storage, state: RunState) -> bool:
+    """Return whether the run's branch was moved since the run published last: back, or forward by something else."""
     published = [record["bank"]["snapshot"] for record in state.phases if record["bank"]]
     if not published or not config.publish:
         return False
-    return Branch(open_bank(config, storage), config.branch).left(published[-1]) is not None
+    bank = open_bank(config, storage)
+    branch = Branch(bank, config.branch)
+    if branch.left(published[-1]) is not None:
+        return True
+    head = branch.head()
+    return head is not None and head not in published and not _published_by(bank, head, (state.fingerprint,))

@@ -92,7 +92,7 @@ def read_start(given: Tree, runs: str) -> Start | None:
     if snapshot.training is None:
         raise BankError(
             f"snapshot {snapshot.number} of '{bank.storage.uri}' has no training state: expected one that a run has "
-            "published"
+            "published, such as an earlier one (`raycl bank log`); bank.branch=NAME publishes onto another branch"
         )
     learned = [task.name for task in snapshot.tasks]
     specs = (base["stream"]["tasks"] or learned)[: len(learned)]

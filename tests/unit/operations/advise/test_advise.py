@@ -117,3 +117,14 @@ def test_kind_and_size_are_read_from_a_backbone(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "mini-t5" in shown and "738M parameters" in shown
     assert "left out, since they need more than 8.0 GiB" in shown and "backbone.name=google-t5/t5-large" in shown
+
+
+def test_data_with_columns_of_other_names_and_unusable_rows_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.csv").write_text("body,team\n" + "a 1,x\nb 2,y\n" * 200 + "only one cell\n")
+    task = f"{{name: mail, path: {tmp_path}, columns: {{text: body, label: team}}}}"
+    assert main(["advise", task]) == 0
+    shown = capsys.readouterr().out
+    assert "not measured at your size: 400 rows a task" in shown and '"columns": {"text": "body"' in shown
