@@ -382,6 +382,15 @@ def test_commands_take_a_bank_of_the_hub(
     assert snapshot_at("hf://me/bank")[1].sha256 == shared(head_of(bank)).sha256
     assert main.main(["pull", "hf://me/bank"]) == 0
     assert main.main(["bank", "verify", "bank"]) == 0
+    for folder, file in (("data", "train.csv"), ("run", "config.yaml")):
+        (here / folder).mkdir()
+        (here / folder / file).write_text("")
+        capsys.readouterr()
+        assert main.main(["pull", "hf://me/bank", folder]) == 1
+        assert "and is no bank: expected a bank, or a folder that is new or empty" in capsys.readouterr().err
+        assert [path.name for path in (here / folder).iterdir()] == [file]
+    assert main.main(["push", bank.storage.uri, "bank"]) == 1
+    assert "'hf://bank' names nothing on the hub: expected hf://ORG/NAME" in capsys.readouterr().err
     served = parsed("serve", ["hf://me/bank", "port=0"])
     assert (served.bank, served.overrides) == ("hf://me/bank", ["port=0"])
     assert at_bank(load_serve_config(None, [f"bank={served.bank}"])).bank.startswith(str(tmp_path / "cache"))

@@ -282,6 +282,8 @@ def test_a_missing_column_is_named_by_the_commands_option_before_a_model_is_load
         status, out, err = command(capsys, *words)
         assert status == 1 and out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
         assert f", or set --{message.split()[1]}\n" in err
+    status, _, err = command(capsys, "evaluate", *given, "--text", "body", "--label", "team", "--metric", "acu")
+    assert status == 1 and err == "error: unknown metric 'acu': did you mean 'accuracy'?\n"
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])

@@ -47,10 +47,13 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from raycl.data.sources.fields import LABEL_NAMES
+    from raycl.metrics.per_example import check_metric
 
     log_to_stderr(options)
     if options.general is not None:
         return _general(options)
+    if options.metric:
+        check_metric(options.metric)
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     with predict.open_model(options) as model:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table

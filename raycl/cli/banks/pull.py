@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Pull."""
-    from raycl.bank import Bank
     from raycl.training.records.hub import HubAddress, pull
+    from raycl.training.records.named_bank import new_or_known
 
     log_to_stderr(options)
     address = HubAddress.of(options.address)
-    target = Bank.at(options.bank or address.repository.rpartition("/")[2])
+    target = new_or_known(options.bank or address.repository.rpartition("/")[2])
     bank, snapshot, branch = pull(address, lambda _: target)
     text = f"branch '{branch}' of {bank.storage.uri} has snapshot {snapshot.number} of {address}"
     tree = {"bank": bank.storage.uri, "branch": branch, "snapshot": snapshot.number, "address": str(address)}

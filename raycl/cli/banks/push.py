@@ -34,9 +34,11 @@ def run(options: argparse.Namespace) -> int:
     """Push; returns 1 if the user does not want samples to be sent."""
     from raycl.bank.branches import MAIN, branch_names, resolve
     from raycl.operations.banks.hub import CardFields, push
+    from raycl.training.records.hub import HUB, HubAddress
     from raycl.training.records.named_bank import bank_and_reference
 
     log_to_stderr(options)
+    repository = HubAddress.of(f"{HUB}{options.repository.removeprefix(HUB)}").repository
     bank, reference = bank_and_reference(options.bank)
     snapshot = resolve(bank, reference)
     if options.with_samples and not _agreed(bank, snapshot, options):
@@ -44,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
     fields = CardFields(tuple(options.language), options.license, tuple(options.dataset))
     branch = reference if reference in branch_names(bank) else MAIN
     private = options.private or None
-    pushed = push(bank, snapshot, branch, options.repository, fields, options.with_samples, private)
-    lines = [f"pushed snapshot {snapshot.number} to hf://{options.repository}@{pushed.commit}"]
+    pushed = push(bank, snapshot, branch, repository, fields, options.with_samples, private)
+    lines = [f"pushed snapshot {snapshot.number} to {HUB}{repository}@{pushed.commit}"]
     lines += [f"{name}: in raycl's own format, which PEFT does not load: {why}" for name, why in pushed.own.items()]
-    tree = {"snapshot": snapshot.number, "repository": options.repository, "commit": pushed.commit, "own": pushed.own}
+    tree = {"snapshot": snapshot.number, "repository": repository, "commit": pushed.commit, "own": pushed.own}
     show(options, "\n".join(lines), tree)
     return 0
 

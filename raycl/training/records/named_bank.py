@@ -13,7 +13,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
 from raycl.config.addresses import announce
-from raycl.errors import BankError
+from raycl.errors import BankError, some
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
 from raycl.training.records.hub import cached, on_hub
@@ -44,6 +44,21 @@ def find_bank(address: str) -> tuple[Bank, str] | None:
     config = configs.validate(BankConfig, tree.get("bank") or {})
     announce({"bank": {"dir": config.dir}}, storage.address)
     return open_bank(config, storage), config.branch
+
+
+def new_or_known(address: str) -> Bank:
+    """Return the bank at a path or URI, or a new one in a folder that is new or empty.
+
+    Raises:
+        BankError: the folder holds other files, which would be mixed with the bank's.
+    """
+    storage = Storage.at(address)
+    names = storage.list()
+    if storage.exists(CONFIG) or (names and not any(name in PARTS for name in names)):
+        raise BankError(
+            f"'{storage.uri}' holds {some(names, 3)} and is no bank: expected a bank, or a folder that is new or empty"
+        )
+    return Bank(storage)
 
 
 def bank_at(address: str) -> tuple[Bank, str]:
