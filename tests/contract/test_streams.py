@@ -147,9 +147,15 @@ def test_stopped_anywhere_in_the_first_task_and_at_its_end_and_in_the_last(
         with pytest.raises(Stop):
             run(done.config, storage, after=left - 1)
     run(done.config, storage)
-    took = storage.read_json("results.json")["wall_s"]
-    again = run(done.config, storage)  # finished: nothing is left to do
-    assert again.recorder.results()["wall_s"] == took, "reading a finished run takes no time of its own"
+    check_same(storage, done.storage)
+
+
+@pytest.mark.parametrize("method", BETWEEN)
+def test_a_finished_run_is_read_and_takes_no_time_of_its_own(complete: Complete, tmp_path: Path, method: str) -> None:
+    done = complete("bert", method, "torch")
+    storage = done.copy(tmp_path)
+    again = run(done.config, storage)
+    assert again.recorder.results()["wall_s"] == done.storage.read_json("results.json")["wall_s"]
     check_same(storage, done.storage)
 
 
