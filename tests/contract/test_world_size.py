@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,9 @@ import torch
 from axes import sampled
 from fork_server import ForkServer
 from safetensors.torch import load
-from tiny import ENGINES, KINDS, VARIANTS, WRITERS, Lab, exported, fits, matrix, run, trace
+from tiny import ENGINES, KINDS, VARIANTS, WRITERS, Lab, exported, family, fits, matrix, run, trace
 
-from raycl.methods.registry import METHODS, method_config
+from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.operations.plan.arithmetic import GPUS, Cluster
 from raycl.operations.plan.report import plan
 from raycl.storage import Storage
@@ -69,7 +72,10 @@ CHOSEN = [
 
 OTHERS = [name for name in METHODS if name not in {case[1].removesuffix("-real") for case in CHOSEN}]
 ALL_CASES = [*CHOSEN, *((next(kind for kind in KINDS if fits(kind, name)), name, "torch", 1) for name in OTHERS)]
-"""Cases with every other method of the table too, so that a new one meets two workers without an entry here."""
+"""Cases with every other method of the table too, so that a new one meets two workers without an entry here.
+
+`make test` has those that look at rows which workers share out, and one method of each family of the others.
+"""
 
 NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))
 """Runs that cannot answer an unseen task."""
@@ -77,7 +83,24 @@ NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name"
 AGAIN = ("bert", "finetune", "fsdp", None)
 """The case that two workers also leave, and two continue."""
 
-CASES = sampled(ALL_CASES, keep=[AGAIN], rarely=("zero3",))
+PLAIN = ("bert", "lora", "zero0", None)
+"""The case whose engine moves the gradients of what is trained, and no more."""
+
+COLLECTIVE = re.compile(
+    r"context\.(sum|forward_pass|mean_loss|each_batch|gradients|row_gradients|add_rows|add_samples)\("
+)
+"""Calls by which a method looks at rows that its workers share out."""
+
+
+def needed(case: tuple[str, str, str, int | None]) -> tuple[Hashable, ...]:
+    """Return what a sample must have of a case: of methods without such a call, one of each family."""
+    kind, method, engine, micro = case
+    name = method.removesuffix("-real")
+    shares = name in METHODS and COLLECTIVE.search(inspect.getsource(sys.modules[method_class(name).__module__]))
+    return kind, name if shares else family(name), engine, micro
+
+
+CASES = sampled(ALL_CASES, keep=[AGAIN, PLAIN, ("bert", "slm", "torch", 1)], rarely=("zero3",), needed=needed)
 
 LEFT = [("bert", "lora", "torch"), ("bert", "lora", "zero3"), ("t5", "finetune", "zero2"), ("t5", "finetune", "fsdp")]
 """Runs that two workers leave unfinished."""
