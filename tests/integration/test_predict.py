@@ -286,6 +286,16 @@ def test_a_missing_column_is_named_by_the_commands_option_before_a_model_is_load
     assert status == 1 and err == "error: unknown metric 'acu': did you mean 'accuracy'?\n"
 
 
+def test_train_rows_in_a_folder_that_is_scored_are_said(
+    complete: Complete, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, bank = lab.tasks[0]["path"], uri(complete, "bert")
+    capsys.readouterr()
+    said = "train.jsonl too: name the file of test rows to score them alone"
+    assert said in command(capsys, "evaluate", bank, folder)[2]
+    assert said not in command(capsys, "evaluate", bank, f"{folder}/test.jsonl")[2]
+
+
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_scores_of_files_equal_the_matrix(
     complete: Complete, lab: Lab, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

@@ -8,6 +8,7 @@ raycl evaluate runs/mine --general arc,piqa --limit 100
 """
 
 import argparse
+import sys
 
 from raycl.cli.banks import predict
 from raycl.cli.commands import is_override, log_to_stderr, note, show
@@ -55,6 +56,8 @@ def run(options: argparse.Namespace) -> int:
     if options.metric:
         check_metric(options.metric)
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
+    if trained := [file.uri for file in given.files if file.name.startswith("train.")]:
+        note(options, f"scoring {trained[0]} too: name the file of test rows to score them alone", sys.stderr)
     with predict.open_model(options) as model:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
         from raycl.serve.offline.evaluation import evaluate_rows
