@@ -20,6 +20,7 @@ import logging
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -131,14 +132,13 @@ class CopyServer(Copies):
             if find_spec(name.partition(".")[0]):  # what Ray brings along differs between its versions
                 import_module(name)
         assert not {"ray", "raycl"} & {*sys.modules}, "Ray would keep the settings of now, and raycl its folder"
-        self._temporary = tempfile.TemporaryDirectory(prefix="c", dir="/tmp")  # paths of sockets end at 107 bytes
-        super().__init__(self._temporary.name)
+        super().__init__(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # paths of sockets end at 107 bytes
         self._control, theirs = socket.socketpair()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 self._control.close()
-                _main(Path(self._temporary.name), theirs)
+                _main(Path(self.folder), theirs)
             finally:
                 os._exit(1)
         theirs.close()
@@ -149,7 +149,7 @@ class CopyServer(Copies):
         self._control.sendall(b"e")
         os.waitpid(self._pid, 0)
         self._control.close()
-        self._temporary.cleanup()
+        shutil.rmtree(self.folder)
 
 
 def _main(folder: Path, control: socket.socket) -> None:
@@ -191,7 +191,6 @@ def _import_package() -> None:
 
 def _forget_pytest() -> None:
     """Undo what pytest has set in its process, and a new interpreter would not have; forget the modules of tests."""
-    atexit._clear()
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(REPO / "tests")):
             del sys.modules[name]
