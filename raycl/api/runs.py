@@ -179,7 +179,8 @@ class Run:
 
         Args:
             tasks: Names of the stream's tasks, entries of `stream.tasks`, or what `raycl.task` returns.
-            on_phase, quiet: As in `raycl.train`.
+            on_phase: As in `raycl.train`.
+            quiet: As in `raycl.train`.
             sections: Settings that the added tasks have for themselves, for example
                 `train={"epochs": 10, "learning_rate": 1e-3}`.
 
