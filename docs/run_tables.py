@@ -87,14 +87,19 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"), default=0)),
     "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
 }
-"""Head -> cell of a row. The time is that of the first seed."""
+"""Head -> cell of a row. The time is that of the first seed. Any other head is a task's name: its last score."""
+
+
+def _cell(column: str, study: Study, row: str) -> str:
+    return COLUMNS.get(column, _points(f"score_{column}"))(study, row)
 
 
 def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
     """Return a table of Markdown: a line for each row of runs, a column for each number of each study.
 
     Args:
-        definition: `runs`: a CSV file, or several with the head that stands for each one's AP. `columns`: of `COLUMNS`.
+        definition: `runs`: a CSV file, or several with the head that stands for each one's AP. `columns`: of `COLUMNS`,
+            or tasks.
             `rows`: `all`, `compared` (those with a run of each task alone) or `others`, or names of rows with further
             cells, under `heads`.
         results: folder of the CSV files.
@@ -107,7 +112,7 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
         chosen = studies[0].streams({"all": None, "compared": True, "others": False}[rows])
         rows = {row: [f"`{row}`"] for row in chosen}
     lines = [
-        [*map(str, cells), *(COLUMNS[column](study, row) for study in studies for column in columns)]
+        [*map(str, cells), *(_cell(column, study, row) for study in studies for column in columns)]
         for row, cells in rows.items()
     ]
     heads = [*definition.get("heads", ["method"]), *heads]
