@@ -20,6 +20,7 @@ from fork_server import ForkServer
 from safetensors.torch import load
 from tiny import ENGINES, KINDS, VARIANTS, WRITERS, Lab, exported, family, fits, matrix, run, trace
 
+from raycl.methods.context import TaskContext
 from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.operations.plan.arithmetic import GPUS, Cluster
 from raycl.operations.plan.report import plan
@@ -86,10 +87,14 @@ AGAIN = ("bert", "finetune", "fsdp", None)
 PLAIN = ("bert", "lora", "zero0", None)
 """The case whose engine moves the gradients of what is trained, and no more."""
 
-COLLECTIVE = re.compile(
-    r"context\.(sum|forward_pass|mean_loss|each_batch|gradients|row_gradients|add_rows|add_samples)\("
+SHARED = (
+    *(TaskContext.sum, TaskContext.forward_pass, TaskContext.mean_loss, TaskContext.gate_gradients),
+    *(TaskContext.each_batch, TaskContext.gradients, TaskContext.row_gradients),
+    *(TaskContext.add_rows, TaskContext.add_samples),
 )
 """Calls by which a method looks at rows that its workers share out."""
+
+COLLECTIVE = re.compile(rf"context\.({'|'.join(call.__name__ for call in SHARED)})\(")
 
 
 def needed(case: tuple[str, str, str, int | None]) -> tuple[Hashable, ...]:

@@ -142,7 +142,9 @@ class CopyServer(Copies):
             finally:
                 os._exit(1)
         theirs.close()
-        assert self._control.recv(1) == READY, "the process that starts others has ended"
+        if self._control.recv(1) != READY:
+            shutil.rmtree(self.folder)
+            raise AssertionError("the process that starts others has ended")
 
     def close(self) -> None:
         """End both and, with them, the copies that are left."""

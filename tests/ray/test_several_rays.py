@@ -51,25 +51,36 @@ STARTED = "RAYCL_STARTED"
 PAUSE_S = 0.05
 """Seconds between a client's requests: without them the clients take all processors until a replica has started."""
 
-Start = Callable[..., subprocess.Popen[str]]
+
+class Started(subprocess.Popen[str]):
+    """A process.
+
+    Attributes:
+        out, said: files of its standard output and its standard error. started: value of `STARTED` in it.
+    """
+
+    out: Path
+    said: Path
+    started: str
+
+
+Start = Callable[..., Started]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts `python ARGUMENTS` in a folder of its own; its output goes to files there. Ends what still runs."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Started] = []
 
-    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    def begin(*arguments: str, **environment: str) -> Started:
         own = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | environment
         own[STARTED] = str(tmp_path / str(len(started)))
         said, out = ((tmp_path / f"{name}{len(started)}.txt").open("w") for name in ("said", "out"))
         command = [sys.executable, *arguments]
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=own, stdout=out, stderr=said, text=True, start_new_session=True
-        )
-        process.out = Path(out.name)  # type: ignore[attr-defined]
-        process.said = Path(said.name)  # type: ignore[attr-defined]
-        process.started = own[STARTED]  # type: ignore[attr-defined]
+        process = Started(command, cwd=tmp_path, env=own, stdout=out, stderr=said, text=True, start_new_session=True)
+        process.out = Path(out.name)
+        process.said = Path(said.name)
+        process.started = own[STARTED]
         started.append(process)
         return process
 
@@ -98,12 +109,12 @@ def asked(port: int) -> int:
         return 0
 
 
-def heads(process: subprocess.Popen[str]) -> dict[int, set[str]]:
+def heads(process: Started) -> dict[int, set[str]]:
     """Ports on which heads of Ray that a process has started listen -> the addresses that they are bound to."""
     collected: dict[int, set[str]] = {}
     for item in psutil.process_iter():
         try:
-            if item.name() == "gcs_server" and item.environ().get(STARTED) == process.started:  # type: ignore[attr-defined]
+            if item.name() == "gcs_server" and item.environ().get(STARTED) == process.started:
                 for connection in item.net_connections():
                     if connection.status == psutil.CONN_LISTEN:
                         collected.setdefault(connection.laddr.port, set()).add(connection.laddr.ip)
@@ -130,7 +141,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     endpoint = start(str(REPO / "jobs/serve.py"), *arguments)
     end = time.monotonic() + 180
     while asked(port) != 200:
-        assert endpoint.poll() is None and time.monotonic() < end, endpoint.said.read_text()  # type: ignore[attr-defined]
+        assert endpoint.poll() is None and time.monotonic() < end, endpoint.said.read_text()
         time.sleep(0.5)
     silent, opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)], time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as large:
@@ -148,7 +159,7 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
                 ports[process.pid] |= heads(process)
         time.sleep(0.5)
     for process in (training, search):
-        said = process.said.read_text()  # type: ignore[attr-defined]
+        said = process.said.read_text()
         assert process.returncode == 0, said
         assert re.search(r"^Ray started here in \d+ s$", said, re.MULTILINE) and "waiting for" not in said, said
         assert "active Ray instances" not in said
@@ -167,9 +178,9 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
     assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 1
     os.killpg(endpoint.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it: to all of its foreground
     assert endpoint.wait(60) == 0 and asked(port) == 0
-    said = endpoint.said.read_text()  # type: ignore[attr-defined]
+    said = endpoint.said.read_text()
     assert "(Ctrl-C ends it)" in said and said.splitlines()[-1] == "stopping: answers that have begun are finished"
-    assert endpoint.out.read_text() == ""  # type: ignore[attr-defined]
+    assert endpoint.out.read_text() == ""
 
 
 def test_waiting_for_resources_is_logged(
@@ -180,7 +191,7 @@ def test_waiting_for_resources_is_logged(
     caplog.set_level(logging.INFO, logger="raycl")
     holder = start("-c", HOLD, RAY_ADDRESS=ray_cluster["address"])
     end = time.monotonic() + 60
-    while "held" not in holder.out.read_text():  # type: ignore[attr-defined]
+    while "held" not in holder.out.read_text():
         assert holder.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     with cluster.log_while_pending(cluster.is_pending, {"CPU": 1.0}, "launch.workers", every_s=0.3):
@@ -213,11 +224,11 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def address_of(process: subprocess.Popen[str]) -> str:
+def address_of(process: Started) -> str:
     """Return the address at which an endpoint says that it answers, once it does."""
     end = time.monotonic() + 180
     while True:
-        said = process.said.read_text()  # type: ignore[attr-defined]
+        said = process.said.read_text()
         if match := re.search(r" on (http://\S+) \(Ctrl-C ends it\)", said):
             return match[1]
         assert process.poll() is None and time.monotonic() < end, said
@@ -269,7 +280,7 @@ def test_endpoints_of_one_named_cluster(
         shutil.copytree(tmp_path / "first", tmp_path / name)
     port, address = free_port(), ray_cluster["address"]
 
-    def endpoint(name: str, *words: str) -> subprocess.Popen[str]:
+    def endpoint(name: str, *words: str) -> Started:
         bank = str(tmp_path / name / "bank")
         return start(str(REPO / "jobs/serve.py"), bank, "cpus=0.1", *words, RAY_ADDRESS=address)
 
@@ -279,7 +290,7 @@ def test_endpoints_of_one_named_cluster(
     assert re.fullmatch(r"raycl-first-[0-9a-f]{8}", answer)
     refused = endpoint("first", "ingress=direct", f"port={free_port()}")
     assert refused.wait(180) == 1
-    said = refused.said.read_text()  # type: ignore[attr-defined]
+    said = refused.said.read_text()
     assert f"serves this bank already, as application '{answer}'" in said.splitlines()[-1] and "Traceback" not in said
     for name, elsewhere, sentence in (
         ("second", free_port(), f"use host=127.0.0.1 port={port}, or ingress=direct"),
@@ -310,10 +321,10 @@ def test_endpoints_of_one_named_cluster(
     second.wait()
     again = endpoint("second", *words)
     assert address_of(again) == url
-    assert "was left by a command that has ended: it is replaced" in again.said.read_text()  # type: ignore[attr-defined]
+    assert "was left by a command that has ended: it is replaced" in again.said.read_text()
     (two,) = serve.status().applications
     serve.delete(two)
     assert again.wait(60) == 1
-    said = again.said.read_text()  # type: ignore[attr-defined]
+    said = again.said.read_text()
     assert f"application '{two}' was deleted from the cluster by another command" in said and "Traceback" not in said
     serve.shutdown()
