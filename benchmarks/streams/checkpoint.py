@@ -31,8 +31,7 @@ from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.storage import Storage
 from raycl.training.assembly import build
-from raycl.training.engines.engine import Engine, Transform
-from raycl.training.phase.trainer import OpenEngine
+from raycl.training.engines.engine import Engine, OpenEngine, Transform
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.control import Control

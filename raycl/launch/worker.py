@@ -21,9 +21,9 @@ from raycl.training.definition.inputs import version_changes
 from raycl.training.definition.job import TaskPart, TrainingJob
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
+from raycl.training.engines.engine import OpenEngine
 from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.phase.routing import PublishedRouter, TextAlone
-from raycl.training.phase.trainer import OpenEngine
 from raycl.training.records.bank_start import Revision, check_backbone, read_training_state, start_from_snapshot
 from raycl.training.records.fork_points import save_fork_point
 from raycl.training.records.journal import Journal, read_state

@@ -165,6 +165,20 @@ class TaskContext:
         """
         raise AssertionError("a loss needs a trainer")
 
+    def trial_losses(self, steps: int) -> Tensor | None:
+        """Return the losses of a phase's steps after a trial. Collective.
+
+        A trial is the phase's first steps, with its optimizer, rates and seeds, and without modifiers; afterwards all
+        parameters are as before.
+
+        Args:
+            steps: of the trial, half an epoch at most, and of what is scored after it, without training.
+
+        Returns:
+            `[M]` float64 on the CPU, the mean loss of each of the M next steps; None: the phase has fewer than two.
+        """
+        raise AssertionError("a trial needs a trainer")
+
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:

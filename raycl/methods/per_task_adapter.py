@@ -71,14 +71,27 @@ class StartSettings(RoutedConfig):
         "of the known task stay as they are",
     )
     start_threshold: StartThreshold = 0.85
+    start_trial_steps: int = Field(
+        10,
+        ge=0,
+        description="start_from=nearest: optimizer steps, half an epoch at most, for which such a task is first "
+        "trained twice on the same rows, from drawn values and from the known task's. It begins with the known task's "
+        "if their loss on the rows of as many following steps is lower by more than its standard error. 0: it begins "
+        "with the known task's, without a trial",
+    )
 
-    unused_in_first_phase: ClassVar[tuple[str, ...]] = ("start_from", "start_threshold")
+    unused_in_first_phase: ClassVar[tuple[str, ...]] = ("start_from", "start_threshold", "start_trial_steps")
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield the threshold where nothing is compared."""
+        """Yield the settings of starts where every task begins anew."""
         yield from super().unused_settings()
         if self.start_from == "new":
-            yield "start_threshold", "start_from=new"
+            yield from ((name, "start_from=new") for name in ("start_threshold", "start_trial_steps"))
+
+    def extra_passes(self, epochs: int) -> float:
+        """Add what two trials take at most: half an epoch of training each, and the loss on the other half."""
+        tries = self.start_from == "nearest" and self.start_trial_steps
+        return super().extra_passes(epochs) + (1.5 / epochs if tries else 0.0)
 
     @model_validator(mode="after")
     def _sizes_are_alike(self) -> Self:
@@ -112,6 +125,13 @@ class AdapterForm:
     parameters: Sequence[str] = ()
 
 
+def is_lower(losses_M: Tensor, others_M: Tensor) -> bool:
+    """Return whether paired losses are lower in the mean, by more than the standard error of the differences."""
+    differences_M = others_M - losses_M
+    error = float(differences_M.std()) / len(differences_M) ** 0.5 if len(differences_M) > 1 else 0.0
+    return float(differences_M.mean()) > error
+
+
 class PerTaskAdapter(Method, ABC):
     """One adapter or several for every task; those of earlier tasks never change.
 
@@ -121,6 +141,7 @@ class PerTaskAdapter(Method, ABC):
         owners: adapter -> names of its tasks.
         starts: task -> the task whose adapters its own began with; others began anew.
         nearest: task -> the known task with the most similar texts when it was learned, and the cosine.
+        start_losses: task -> mean loss after a trial from drawn values, and after one from those of the nearest task.
 
     Class attributes:
         starts_anew: where the task id is given, each task starts as the first one: with its seed, without other labels.
@@ -147,6 +168,7 @@ class PerTaskAdapter(Method, ABC):
         self._previous: dict[str, AdapterState] = {}
         self.starts: dict[str, str] = {}
         self.nearest: dict[str, tuple[str, float]] = {}
+        self.start_losses: dict[str, tuple[float, float]] = {}
         self._task = ""
         self._form = form
         if form.prompts is not None:
@@ -185,8 +207,8 @@ class PerTaskAdapter(Method, ABC):
         """Return how adapters are chosen for a text."""
         return RouterState("task")
 
-    def _start_near(self, task: str, mean_C: Tensor, means: Mapping[str, Tensor], threshold: float) -> None:
-        """Let a task's adapters begin with those of the known task whose texts are most similar, if they are enough so.
+    def _find_start(self, task: str, mean_C: Tensor, means: Mapping[str, Tensor], threshold: float) -> None:
+        """Choose the known task whose texts are most similar, if they are enough so, for `_start`.
 
         Args:
             mean_C: mean of the task's texts. means: known task -> mean of its texts.
@@ -198,7 +220,29 @@ class PerTaskAdapter(Method, ABC):
         self.nearest[task] = name, cosines[name]
         if cosines[name] >= threshold:
             self.starts[task] = name
-            self._previous = {own: self._learned[known] for own, known in self._pairs(task, name).items()}
+
+    def _start(self, context: TaskContext, steps: int) -> None:
+        """Let the task's adapters begin with those of the chosen task, if a trial of so many steps says so. Collective.
+
+        Call it last in `begin_task`: trials train as the phase does.
+        """
+        task = context.phase.name
+        if context.resumed or task not in self.starts:
+            return
+        known = {own: self._learned[name] for own, name in self._pairs(task, self.starts[task]).items()}
+        drawn_losses = context.trial_losses(steps) if steps else None
+        drawn = {name: p.detach().clone() for name, p in self.backbone.named_parameters() if p.requires_grad}
+        self._begin_as(known)
+        near_losses = None if drawn_losses is None else context.trial_losses(steps)
+        if drawn_losses is None or near_losses is None:
+            return
+        self.start_losses[task] = float(drawn_losses.mean()), float(near_losses.mean())
+        if not is_lower(near_losses, drawn_losses):
+            del self.starts[task]
+            own = dict(self.backbone.named_parameters())
+            with torch.no_grad():
+                for name, value in drawn.items():
+                    own[name].copy_(value)
 
     def _joined(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Learned:
         """Take over the adapters of a task that was learned without the others, after what routes to them.
@@ -242,17 +286,21 @@ class PerTaskAdapter(Method, ABC):
         self._task = task
         if isinstance(self.backbone.head, MixedHead):
             self.backbone.head.begin_training(labels, self._shared_head(labels))
-        self._check_previous()
-        for part in (self.stack, self.backbone.head, self.backbone.prefix):
-            if isinstance(part, (AdapterStack, MixedHead, MixedPrompts)):
-                part.fill(self._previous)
+        self._begin_as(self._previous)
         self._previous = {}
 
-    def _check_previous(self) -> None:
+    def _begin_as(self, states: Mapping[str, AdapterState]) -> None:
+        """Copy the values of adapters into those in training."""
+        self._check_sizes(states)
+        for part in (self.stack, self.backbone.head, self.backbone.prefix):
+            if isinstance(part, (AdapterStack, MixedHead, MixedPrompts)):
+                part.fill(states)
+
+    def _check_sizes(self, states: Mapping[str, AdapterState]) -> None:
         """Check that a task that is learned again with its weights keeps their sizes."""
         prompts = getattr(self.backbone.prefix, "trainable", None)
         for name, rank in self.stack.trainable.items():
-            if (state := self._previous.get(name)) is None:
+            if (state := states.get(name)) is None:
                 continue
             sizes = (state.rank, 0 if state.prompt is None else len(state.prompt))
             wanted = (rank if self.stack.layers else 0, 0 if prompts is None else prompts.shape[1])
@@ -293,7 +341,11 @@ class PerTaskAdapter(Method, ABC):
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return what adapters began with, where any began with another's values or was compared."""
-        nearest = {task: {"task": name, "cosine": round(cosine, 4)} for task, (name, cosine) in self.nearest.items()}
+        nearest: dict[str, dict[str, Any]] = {
+            task: {"task": name, "cosine": round(cosine, 4)} for task, (name, cosine) in self.nearest.items()
+        }
+        for task, (drawn, near) in self.start_losses.items():
+            nearest[task] |= {"drawn_loss": round(drawn, 4), "near_loss": round(near, 4)}
         held: dict[str, dict[str, Any]] = {"starts": dict(self.starts), "nearest": nearest}
         return {kind: begun for kind, begun in held.items() if begun}
 
@@ -307,6 +359,7 @@ class PerTaskAdapter(Method, ABC):
         values["previous"] = [[name, list(state.labels)] for name, state in self._previous.items()]
         scales = {name: state.scale for name, state in (self._learned | self._previous).items()}
         values |= {"starts": self.starts, "nearest": {task: list(pair) for task, pair in self.nearest.items()}}
+        values["start_losses"] = {task: list(pair) for task, pair in self.start_losses.items()}
         values["scales"] = {name: scale for name, scale in scales.items() if scale != self.scale}
         return values, tensors | packed(self._learned) | packed(self._previous, PREVIOUS)
 
@@ -317,6 +370,8 @@ class PerTaskAdapter(Method, ABC):
         self._learned, self.owners = {}, {name: list(tasks) for name, tasks in values["owners"]}
         self.starts = dict(values.get("starts", {}))
         self.nearest = {task: (name, cosine) for task, (name, cosine) in values.get("nearest", {}).items()}
+        tried = values.get("start_losses", {})
+        self.start_losses = {task: (drawn, near) for task, (drawn, near) in tried.items()}
         pairs = (*values["learned"], *values.get("previous", ()))
         scales = {name: values.get("scales", {}).get(name, self.scale) for name, _ in pairs}
         learned = unpacked(dict(values["learned"]), tensors, scales, self.stack.activation)
@@ -344,7 +399,7 @@ class PerTaskAdapter(Method, ABC):
         labels = [label for label in values["labels"] if label in known]
         owners = [pair for pair in values["owners"] if pair[0] not in adapters]
         values = {**values, "learned": learned, "owners": owners, "previous": previous, "labels": labels}
-        begun = {kind: values.get(kind, {}) for kind in ("starts", "nearest")}
+        begun = {kind: values.get(kind, {}) for kind in ("starts", "nearest", "start_losses")}
         values |= {kind: {name: of for name, of in held.items() if name != task} for kind, held in begun.items()}
         return cls._without(values, left, task, adapters)
 

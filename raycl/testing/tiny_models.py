@@ -26,8 +26,7 @@ from transformers import (
 
 from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
-from raycl.training.engines.engine import Engine, Transform
-from raycl.training.phase.trainer import OpenEngine
+from raycl.training.engines.engine import Engine, OpenEngine, Transform
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}

@@ -15,9 +15,8 @@ from raycl.training.definition.settings import DeepSpeedConfig, FSDPConfig
 from raycl.training.definition.task_order import SCHEDULES
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import compile_layers
-from raycl.training.engines.engine import Engine, TorchEngine
+from raycl.training.engines.engine import Engine, OpenEngine, TorchEngine
 from raycl.training.optimizers.registry import optimizer_class
-from raycl.training.phase.trainer import OpenEngine
 from raycl.training.setup.checks import make_modifiers
 from raycl.training.setup.fingerprints import inputs_of
 from raycl.training.setup.method_checks import check_language_head

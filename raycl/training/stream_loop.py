@@ -13,10 +13,11 @@ from typing import Any
 from raycl.scoring.scored_task import line_of
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
+from raycl.training.engines.engine import OpenEngine
 from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, bare_rows, score_phase, tasks_with_data
 from raycl.training.phase.selection import EPOCH
 from raycl.training.phase.task_end import join_task
-from raycl.training.phase.trainer import OpenEngine, TaskTrainer
+from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.recorder import Listeners, Recorder

@@ -15,9 +15,10 @@ from raycl.methods.base import phase_labels
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
+from raycl.training.engines.engine import OpenEngine
 from raycl.training.phase.evaluation import StreamEvaluation, bare_rows, score_phase
 from raycl.training.phase.task_end import join_task
-from raycl.training.phase.trainer import OpenEngine, TaskTrainer
+from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.journal import Journal, read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.records.recorder import Listeners, Recorder

@@ -39,6 +39,7 @@ CHOSEN = [
     *(("llama", "lora", engine, None) for engine in ("torch", "fsdp")),
     *(("bert", method, "fsdp", None) for method in ("finetune", "separate", "inflora")),
     *((kind, "sapt", "fsdp", 1) for kind in ("t5", "llama")),
+    *((kind, "sapt-start", engine, None) for kind, engine in (("bert", "torch"), ("bert", "zero2"), ("llama", "fsdp"))),
     ("masked", "finetune", "fsdp", None),
     ("bert", "finetune+migu", "fsdp", 1),
     ("bert", "separate", "torch", None),
@@ -78,6 +79,9 @@ ALL_CASES = [*CHOSEN, *((next(kind for kind in KINDS if fits(kind, name)), name,
 `make test` has those that look at rows which workers share out, and one method of each family of the others.
 """
 
+TRIED = {"name": "sapt", "start_from": "nearest", "start_threshold": -1, "start_trial_steps": 1}
+"""Settings by which the second task is tried from two sets of values."""
+
 NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))
 """Runs that cannot answer an unseen task."""
 
@@ -88,8 +92,8 @@ PLAIN = ("bert", "lora", "zero0", None)
 """The case whose engine moves the gradients of what is trained, and no more."""
 
 SHARED = (
-    *(TaskContext.sum, TaskContext.forward_pass, TaskContext.mean_loss, TaskContext.gate_gradients),
-    *(TaskContext.each_batch, TaskContext.gradients, TaskContext.row_gradients),
+    *(TaskContext.sum, TaskContext.forward_pass, TaskContext.mean_loss, TaskContext.trial_losses),
+    *(TaskContext.each_batch, TaskContext.gate_gradients, TaskContext.gradients, TaskContext.row_gradients),
     *(TaskContext.add_rows, TaskContext.add_samples),
 )
 """Calls by which a method looks at rows that its workers share out."""
@@ -119,7 +123,7 @@ def tree(lab: Lab, kind: str, method: str, engine: str, micro: int | None = None
 
 def settings(method: str) -> Any:
     """Return a method by its short name, without the modifier behind `+`."""
-    return (WRITERS | VARIANTS).get(method, method.removesuffix("+migu"))
+    return (WRITERS | VARIANTS | {"sapt-start": TRIED}).get(method, method.removesuffix("+migu"))
 
 
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def test_two_workers_equal_one(together: Path, alone: Alone, case: tuple[str, st
     assert bool(rows_kept(result)) is case[1].endswith("+migu")
     for mine, other in zip(attended(result), attended(alone(case[0], case[1])), strict=True):
         assert mine == {task: pytest.approx(weights, abs=2e-4) for task, weights in other.items()}
-    assert bool(attended(result)) is (case[1] == "sapt")
+    assert bool(attended(result)) is (case[1] in ("sapt", "sapt-start"))
 
 
 def unseen(storage: Storage) -> dict[str, tuple[float, int]]:

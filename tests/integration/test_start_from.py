@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from tiny import Lab, Stop, exported, run, trace
 from raycl.adapters.head import MixedHead
 from raycl.config import validate
 from raycl.errors import ConfigError
+from raycl.methods.base import phase_labels
+from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import method_config
 from raycl.methods.slm.slm import Slm
@@ -23,7 +27,8 @@ from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import AdapterState
 
-NEAR = {"start_from": "nearest", "start_threshold": 0.999}
+NEAR = {"start_from": "nearest", "start_threshold": 0.999, "start_trial_steps": 0}
+TRIED = {**NEAR, "start_trial_steps": 2}
 
 
 def three(lab: Lab, kind: str, method: dict[str, Any]) -> RunConfig:
@@ -47,11 +52,12 @@ def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_pa
     }[name]
     config, storage = three(lab, kind, method), Storage.at(tmp_path / "run")
     seen: dict[str, Any] = {}
-    begin = PerTaskAdapter._begin
+    original = PerTaskAdapter._start
 
-    def spy(self: PerTaskAdapter, task: str, labels: list[str]) -> None:
-        begin(self, task, labels)
-        if task == "again":
+    def spy(self: PerTaskAdapter, context: TaskContext, steps: int) -> None:
+        original(self, context, steps)
+        if context.phase.name == "again":
+            labels = phase_labels(context.phase)
             known = self._learned
             for number, own in enumerate(self.stack.trainable):
                 old = seen.setdefault("pairs", dict(self._pairs("again", "colour")))[own]
@@ -69,7 +75,7 @@ def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_pa
             seen["colour"] = {k: {n: t.clone() for n, t in s.tensors().items()} for k, s in known.items()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PerTaskAdapter, "_begin", spy)
+        patch.setattr(PerTaskAdapter, "_start", spy)
         done = run(config, storage)
     assert seen["pairs"], "it never began"
     learner = done.context.method
@@ -84,8 +90,51 @@ def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_pa
     assert second["nearest"]["animal"]["task"] == "colour" and second["nearest"]["animal"]["cosine"] < 0.999
     shown = str(matrix_table(results))
     assert "adapters began: again with those of colour (cosine 1.000)" in shown
-    assert "adapters began anew: animal (nearest colour, 0." in shown
+    assert "adapters began anew: animal (nearest colour, cosine 0." in shown
     assert "starts" not in first
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_task_begins_with_known_values_that_have_the_lower_loss(lab: Lab, tmp_path: Path, kind: str) -> None:
+    run(three(lab, kind, {"name": "sapt", **TRIED}), Storage.at(tmp_path))
+    results = Storage.at(tmp_path).read_json("results.json")
+    last = results["phase_summaries"][-1]
+    assert last["nearest"]["again"]["near_loss"] < last["nearest"]["again"]["drawn_loss"]
+    assert last["starts"] == {"again": "colour"}
+    assert "began: again with those of colour (cosine 1.000; loss after the trial " in str(matrix_table(results))
+
+
+@pytest.mark.parametrize("name", ["slm", "sapt"])
+def test_a_task_begins_anew_where_that_has_the_lower_loss(lab: Lab, tmp_path: Path, name: str) -> None:
+    """Texts are those of a known task, and answers exchanged: the run is as without `start_from`, bit for bit."""
+    folder = tmp_path / "exchanged"
+    shutil.copytree(lab.tasks[0]["path"], folder)
+    for file in folder.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        other = {"red": "blue", "blue": "red"}
+        file.write_text("\n".join(json.dumps({**row, "label": other[row["label"]]}) for row in rows) + "\n")
+    tasks = [*lab.tasks, {"name": "again", "path": str(folder)}]
+    method = slots(lab) if name == "slm" else {"name": "sapt"}
+    tree = {"stream": {"tasks": tasks}, "train": {"epochs": 3}}
+    near, anew = (Storage.at(tmp_path / kind) for kind in ("near", "anew"))
+    run(validate(RunConfig, lab.tree("bert", {**TRIED, **method}, **tree)), near)
+    run(validate(RunConfig, lab.tree("bert", method, **tree)), anew)
+    last = near.read_json("results.json")["phase_summaries"][-1]
+    assert last["nearest"]["again"]["drawn_loss"] < last["nearest"]["again"]["near_loss"]
+    assert "starts" not in last
+    assert trace(near) == trace(anew) and exported(near) == exported(anew)
+    shown = str(matrix_table(near.read_json("results.json")))
+    assert "again (nearest colour, cosine 1.000; loss after the trial " in shown
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_phase_of_one_step_and_no_trial_begin_with_the_known_values(lab: Lab, tmp_path: Path, steps: int) -> None:
+    tasks = [*lab.tasks, {**lab.tasks[0], "name": "again"}]
+    stream = {"tasks": tasks, "train_rows_by_task": {"again": 4}}
+    method = {"name": "sapt", **NEAR, "start_threshold": 0.9, "start_trial_steps": steps}
+    run(validate(RunConfig, lab.tree("llama", method, stream=stream)), Storage.at(tmp_path))
+    last = Storage.at(tmp_path).read_json("results.json")["phase_summaries"][-1]
+    assert last["starts"] == {"again": "colour"} and set(last["nearest"]["again"]) == {"task", "cosine"}
 
 
 def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) -> None:
@@ -99,16 +148,20 @@ def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) 
     assert router.nearest_slots("animal", "colour") == [f"colour.{slot}" for slot in nearest]
 
 
+@pytest.mark.parametrize("after", [11, 14])
 @pytest.mark.parametrize("name", ["slm", "sapt"])
-def test_a_run_continues_as_if_it_had_not_stopped(lab: Lab, tmp_path: Path, name: str) -> None:
-    config = three(lab, "llama", slots(lab) if name == "slm" else {"name": "sapt"})
+def test_a_run_continues_as_if_it_had_not_stopped(lab: Lab, tmp_path: Path, name: str, after: int) -> None:
+    """It stops in the second trial, or after the phase's first checkpoint."""
+    config = three(lab, "llama", {**TRIED, **(slots(lab) if name == "slm" else {"name": "sapt"})})
     whole, broken = (Storage.at(tmp_path / folder) for folder in ("whole", "broken"))
     run(config, whole)
     with pytest.raises(Stop):
-        run(config, broken, after=11)
+        run(config, broken, after=after)
     run(config, broken)
     assert trace(broken)[-1] == trace(whole)[-1] and exported(broken) == exported(whole)
-    assert broken.read_json("results.json")["phase_summaries"][-1]["starts"] == {"again": "colour"}
+    last, expected = (storage.read_json("results.json")["phase_summaries"][-1] for storage in (broken, whole))
+    assert "drawn_loss" in expected["nearest"]["again"] and last["nearest"] == expected["nearest"]
+    assert last.get("starts") == expected.get("starts")
 
 
 def test_a_task_alone_and_a_low_similarity_start_anew(lab: Lab) -> None:
@@ -116,12 +169,12 @@ def test_a_task_alone_and_a_low_similarity_start_anew(lab: Lab) -> None:
     context, _ = build(config, DistributedContext.alone(torch.device("cpu")))
     learner = context.method
     assert isinstance(learner, PerTaskAdapter)
-    learner._start_near("late", torch.ones(3), {}, 0.0)
+    learner._find_start("late", torch.ones(3), {}, 0.0)
     learner._learned = {"known": AdapterState({})}
-    learner._start_near("late", torch.tensor([1.0, 0.0]), {"known": torch.tensor([0.6, 0.8])}, 0.7)
+    learner._find_start("late", torch.tensor([1.0, 0.0]), {"known": torch.tensor([0.6, 0.8])}, 0.7)
     assert learner.nearest == {"late": ("known", pytest.approx(0.6))} and not learner.starts
     learner.task_id_given = True
-    learner._start_near("other", torch.ones(2), {"known": torch.ones(2)}, 0.0)
+    learner._find_start("other", torch.ones(2), {"known": torch.ones(2)}, 0.0)
     assert "other" not in learner.nearest
 
 

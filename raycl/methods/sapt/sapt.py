@@ -106,7 +106,7 @@ class Sapt(PerTaskAdapter):
         if self.config.start_from == "nearest" and not context.resumed and self._learned:
             means = {task: mean for task, mean in self.bare.means().items() if task in self._learned}
             mean_D = BareTexts.mean_of(bare_queries(context, self.backbone, self.seed))
-            self._start_near(phase.name, mean_D, means, self.config.start_threshold)
+            self._find_start(phase.name, mean_D, means, self.config.start_threshold)
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
@@ -117,6 +117,7 @@ class Sapt(PerTaskAdapter):
             self.attention.look_at(self._pooled([ids for of_table in drawn for ids in of_table]))
         self.reflection.pooled = self._pooled_entries() if self.reflection.weight and not self._is_alone else {}
         self._replay = self._pseudo_replay(context) if self.ablation.replays and not self._is_alone else None
+        self._start(context, self.config.start_trial_steps)
 
     def _pseudo_replay(self, context: TaskContext) -> PseudoReplay:
         rows, entries = self.backbone.label_ids(), self.reflection.entries

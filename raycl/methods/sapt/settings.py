@@ -85,6 +85,7 @@ class SaptConfig(LoraSettings, StartSettings):
         "router_text",
         "start_from",
         "start_threshold",
+        "start_trial_steps",
         "attention",
         "attention_learning_rate",
         "arm",

@@ -100,7 +100,12 @@ class SlmConfig(StartSettings):
 
     by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task", "keys.slots_by_task")
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal", "start_from", "start_threshold")
+    unused_for_single_task: ClassVar[tuple[str, ...]] = (
+        "keys.centrifugal",
+        "start_from",
+        "start_threshold",
+        "start_trial_steps",
+    )
     """There are no keys of other tasks."""
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:
@@ -201,8 +206,9 @@ class Slm(PerTaskAdapter):
             if self.config.start_from == "nearest":
                 means = self.router.means()
                 mean_C = means.pop(phase.name)
-                self._start_near(phase.name, mean_C, means, self.config.start_threshold)
+                self._find_start(phase.name, mean_C, means, self.config.start_threshold)
         super().begin_task(phase, context)
+        self._start(context, self.config.start_trial_steps)
 
     def fit(self, phase: Phase, queries_NC: Tensor, dev_MC: Tensor) -> None:
         """Fit keys of a phase to queries of its training texts; those of its dev texts are kept to compare routers."""

@@ -1,6 +1,7 @@
 """Text tables of runs: the accuracy matrix and the routing of one, the comparison of several."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
@@ -347,14 +348,21 @@ def _starts(result: Tree) -> list[RenderableType]:
     last = (result.get("phase_summaries") or [{}])[-1]
     nearest, starts = last.get("nearest", {}), last.get("starts", {})
     begun = [
-        f"{task} with those of {known}" + (f" (cosine {nearest[task]['cosine']:.3f})" if task in nearest else "")
+        f"{task} with those of {known}" + (f" ({_compared(nearest[task])})" if task in nearest else "")
         for task, known in starts.items()
     ]
     anew = [
-        f"{task} (nearest {near['task']}, {near['cosine']:.3f})" for task, near in nearest.items() if task not in starts
+        f"{task} (nearest {near['task']}, {_compared(near)})" for task, near in nearest.items() if task not in starts
     ]
     lines = {"adapters began": begun, "adapters began anew": anew}
     return [Text(f"{head}: {', '.join(tasks)}") for head, tasks in lines.items() if tasks]
+
+
+def _compared(near: Mapping[str, Any]) -> str:
+    """Return by what a task was compared with the known one whose texts are most similar."""
+    losses = (near.get("near_loss"), near.get("drawn_loss"))
+    tried = "" if None in losses else "; loss after the trial {:.3f}, from drawn values {:.3f}".format(*losses)
+    return f"cosine {near['cosine']:.3f}{tried}"
 
 
 def _routing(result: Tree) -> list[RenderableType]:

@@ -121,6 +121,14 @@ class Engine(Protocol):
         ...
 
 
+class OpenEngine(Protocol):
+    """Opens the engine of one phase, which has its learning rate by the phase's name; "": the common one."""
+
+    def __call__(self, accumulation: int, steps: int, phase: str = "", /) -> Engine:
+        """Return the engine around the backbone."""
+        ...
+
+
 class TorchEngine:
     """Plain PyTorch; with several workers, gradients are summed in buckets during the backward pass.
 

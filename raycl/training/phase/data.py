@@ -34,11 +34,22 @@ class PhaseData(TaskContext):
     is_trained = True
 
     def __init__(
-        self, context: TrainingContext, phase: Phase, world: DistributedContext, resumed: bool = False
+        self,
+        context: TrainingContext,
+        phase: Phase,
+        world: DistributedContext,
+        resumed: bool = False,
+        trial: Callable[["PhaseData", int], Tensor | None] | None = None,
     ) -> None:
+        """Make the context.
+
+        Args:
+            trial: what `trial_losses` calls; None: nothing can be trained.
+        """
         super().__init__(phase, context.train.batch_size, context.stream, context.backbone.codec, resumed)
         self.context = context
         self.world = world
+        self._trial = trial
         self.routed_text = context.method.config.routed_text
         before = () if context.schedule.one_model_per_task else context.phases[: phase.index]
         self.earlier_tasks = tuple(task for done in before for task in done.tasks)
@@ -95,6 +106,9 @@ class PhaseData(TaskContext):
         self.compute_each(self._loader(self._tables()), add, examples)
         return float(self.world.sum(total)) / max(self.world.total(count)[0], 1.0)
 
+    def trial_losses(self, steps: int) -> Tensor | None:
+        return super().trial_losses(steps) if self._trial is None else self._trial(self, steps)
+
     def gate_gradients(
         self, gates: Sequence[Tensor], loss: Callable[[Batch], Tensor], examples: int | None = None
     ) -> list[Tensor]:
@@ -141,7 +155,7 @@ class PhaseData(TaskContext):
                     forward(now)
 
     def gradients(self, rows: Sequence[tuple[Task, Indices]]) -> dict[str, Tensor]:
-        context, world, collate, trained = self.context, self.world, self._collate(rows), self._trained()
+        context, world, collate, trained = self.context, self.world, self._collate(rows), self.trained()
         sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in trained.items()}
         count = 0
         for batch in self._shared(collate, np.arange(collate.count), context.train.examples_per_pass(world.size)):
@@ -159,7 +173,7 @@ class PhaseData(TaskContext):
         self, rows: Sequence[tuple[Task, Indices]], of: Quantity = "loss"
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         backbone, method, world = self.context.backbone, self.context.method, self.world
-        collate, trained = self._collate(rows), self._trained()
+        collate, trained = self._collate(rows), self.trained()
         backbone.train()  # labels compete as in training
         backbone.model.eval()  # and nothing is dropped
         for row in range(world.rank, collate.count, world.size):
@@ -197,7 +211,8 @@ class PhaseData(TaskContext):
         for start in range(0, -(-len(rows) // self.world.size), size):
             yield collate(mine[start : start + size], size).to(self.world.device)
 
-    def _trained(self) -> dict[str, Parameter]:
+    def trained(self) -> dict[str, Parameter]:
+        """Return the parameters that are trained, by name."""
         own = self.context.backbone.named_parameters()
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.numel()}
 

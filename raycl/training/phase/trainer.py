@@ -5,7 +5,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from raycl.data.loader import Loader
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import Step, TaskContext
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.engines.engine import Engine, Share, scattered, weights_of
+from raycl.training.engines.engine import Engine, OpenEngine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
@@ -22,6 +21,7 @@ from raycl.training.phase.known_texts import learn_texts
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.phase.task_end import keep_learned
+from raycl.training.phase.trial import trial_losses
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.publish import open_bank
 from raycl.training.records.recorder import Recorder
@@ -31,14 +31,6 @@ from raycl.training.workers.stopping import StopRequested
 from raycl.types import Phase
 
 log: logging.Logger = logging.getLogger("raycl")
-
-
-class OpenEngine(Protocol):
-    """Opens the engine of one phase, which has its learning rate by the phase's name; "": the common one."""
-
-    def __call__(self, accumulation: int, steps: int, phase: str = "", /) -> Engine:
-        """Return the engine around the backbone."""
-        ...
 
 
 class TaskTrainer:
@@ -77,9 +69,10 @@ class TaskTrainer:
         """
         began, context = time.perf_counter(), self.context
         method, modifiers, backbone = context.method, context.modifiers, context.backbone
-        data = PhaseData(context, phase, self.world, resumed=resume is not None)
-        begin_phase(data)
+        trial = partial(trial_losses, self.open_engine, self.recorder.finish_saving)
+        data = PhaseData(context, phase, self.world, resume is not None, trial)
         backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
+        begin_phase(data)
         modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
         loader = data.loader()
         if resume is None:  # modifiers observe rows before anything is trained
