@@ -205,6 +205,18 @@ class Snapshot(Section):
         """True if an operation on the bank made it of others; its provenance is otherwise that of their run."""
         return not self.provenance.keys().isdisjoint(DERIVED)
 
+    def require_task(self, name: str) -> None:
+        """Check that a task is there.
+
+        Raises:
+            BankError: there is no such task.
+        """
+        names = [task.name for task in self.tasks]
+        if name not in names:
+            raise BankError(
+                f"snapshot {self.number} has no task '{name}': expected one of {', '.join(names) or 'none'}"
+            )
+
     def adapter(self, name: str) -> SnapshotAdapter:
         """Return the adapter of that name.
 

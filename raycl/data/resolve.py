@@ -214,7 +214,7 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
         )
     raise ConfigError(
         f"unknown task '{name}': expected one of the builtin tasks {', '.join(builtin.TASKS)}, or set stream.root to "
-        "the folder that holds it, or describe it with name and path"
+        f"the folder that holds it, or give the path of your own, such as ./{name}"
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from raycl.config import PathOrUri, Section
+from raycl.config import PathOrUri, Section, Tree
 from raycl.data.sources.conversation import Turns
 from raycl.data.sources.formats import Format
 from raycl.data.sources.reading import OnBadRow, ReadLimits
@@ -128,6 +128,22 @@ class TaskSpec(Section):
         return self
 
 
+def as_spec(task: Any) -> Any:
+    """Return an entry of `stream.tasks`; a path or URI alone is a task of your own with the name of its last part."""
+    if not isinstance(task, str) or "/" not in task:
+        return task
+    return {"name": task.rstrip("/").rpartition("/")[2].partition(".")[0], "path": task}
+
+
+def with_specs(tree: Tree) -> Tree:
+    """Return a config that a person wrote with the tasks of its stream as `as_spec` gives them."""
+    stream = tree.get("stream")
+    if not isinstance(stream, dict):
+        return tree
+    lists = {key: stream[key] for key in ("tasks", "unseen") if isinstance(stream.get(key), list | tuple)}
+    return {**tree, "stream": {**stream, **{key: list(map(as_spec, tasks)) for key, tasks in lists.items()}}}
+
+
 TITLE = 40
 """Characters of the names of tasks that are the name of a stream at most."""
 
@@ -148,7 +164,10 @@ class StreamConfig(Section):
         "from the pretrained model, its task id given at test",
     )
     tasks: tuple[str | TaskSpec, ...] | None = Field(
-        None, min_length=1, description="explicit order: names below root and custom tasks; null: the named order"
+        None,
+        min_length=1,
+        description="explicit order: names below root, and your own tasks, each by its path alone or as a mapping; "
+        "null: the named order",
     )
     unseen: tuple[str | TaskSpec, ...] | None = Field(
         None,
@@ -266,6 +285,11 @@ class StreamConfig(Section):
     def _listed(cls, value: Any) -> Any:
         """Turn a single name into a list, and an empty list into None."""
         return [value] if isinstance(value, str) else value or None
+
+    @field_validator("tasks", "unseen", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        return list(map(as_spec, value)) if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -10,6 +10,7 @@ import yaml
 from raycl import config as configs
 from raycl.config import trust
 from raycl.config.addresses import announce
+from raycl.data.settings import as_spec
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, ResumeError, RunError
 from raycl.storage import Storage
@@ -155,7 +156,7 @@ def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str]
     its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
 
     Args:
-        added: names below the stream's root, or tasks of your own as YAML (`{name: tickets, path: data/tickets}`).
+        added: names below the stream's root, or tasks of your own, by path or YAML (`{name: mail, path: data/mail}`).
         learned: tasks that the run has learned. Others that are in its stream already, because an earlier attempt to
             add them has failed, may be added again as they are.
 
@@ -180,10 +181,10 @@ def task_of(text: str) -> Any:
     """Return a task as it was written on the command line.
 
     Raises:
-        ConfigError: it is neither a name nor YAML.
+        ConfigError: it is neither a name, nor a path, nor YAML.
     """
     try:
-        return yaml.safe_load(text)
+        return as_spec(yaml.safe_load(text))
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

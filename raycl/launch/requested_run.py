@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from raycl.data.settings import as_spec
 from raycl.errors import ConfigError
 from raycl.storage import Storage
 from raycl.training.records.publish import is_elsewhere, open_bank
@@ -78,7 +79,7 @@ def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
 def _revision(task: str, resume: str | None) -> list[str]:
     """Return overrides of a new run that starts from the head of the run's branch and learns the task again."""
     try:
-        spec = yaml.safe_load(task)
+        spec = as_spec(yaml.safe_load(task))
     except yaml.YAMLError as error:
         raise ConfigError(f"--revise '{task}' is neither a task's name nor YAML: {error}") from error
     if not isinstance(spec, str) and not (isinstance(spec, dict) and spec.get("name")):

@@ -20,7 +20,7 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.activations import Activations
 from raycl.cli import main
-from raycl.errors import ConfigError
+from raycl.errors import BankError
 from raycl.operations.banks import unlearning
 from raycl.serve.gate.judge import judge
 from raycl.serve.offline.model import WINDOW, OfflineModel
@@ -265,6 +265,7 @@ def test_bad_input_is_one_sentence(
     capsys.readouterr()  # of the run that makes the bank
     status, out, err = command(capsys, "predict", *(known.get(word, word) for word in words))
     (said,) = [line for line in err.splitlines() if not line.startswith("loading snapshot ")]
+    assert "--task" not in words or "loading" not in err, "it is refused before the model is read"
     assert status == 1 and out == "" and said.startswith("error: ") and message in said
 
 
@@ -406,7 +407,7 @@ def test_a_task_that_the_router_does_not_go_by_is_said_once(
 
 
 def test_an_unknown_task_is_refused_before_texts_are_read(model: Model) -> None:
-    with pytest.raises(ConfigError, match="has no task 'none'"):
+    with pytest.raises(BankError, match="has no task 'none'"):
         next(model("bert").predict(iter(()), task="none"))
 
 

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     given = predict.input_of(options, (options.label,) if options.label else LABEL_NAMES)
     if trained := [file.uri for file in given.files if file.name.startswith("train.")]:
         note(options, f"scoring {trained[0]} too: name the file of test rows to score them alone", sys.stderr)
-    with predict.open_model(options) as model:
+    with predict.open_model(options, options.task) as model:
         from raycl.operations.report.evaluation_report import confusion_png, evaluation_table
         from raycl.serve.offline.evaluation import evaluate_rows
 

@@ -88,9 +88,15 @@ def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfi
     return bank, snapshot, load_serve_config(None, [*here, *options.overrides])
 
 
-def open_model(options: argparse.Namespace) -> OfflineModel:
-    """Return the snapshot, ready to answer."""
+def open_model(options: argparse.Namespace, task: str | None = None) -> OfflineModel:
+    """Return the snapshot, ready to answer.
+
+    Args:
+        task: the snapshot must have it, which is checked before its backbone is read.
+    """
     chosen = snapshot_of(options)
+    if task is not None:
+        chosen[1].require_task(task)
     note(options, f"loading snapshot {chosen[1].number} of {chosen[0].storage.uri}", sys.stderr)
     from raycl.serve.offline.model import OfflineModel
 
@@ -133,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         check_output(options.output, given)
     if not (options.to or options.output):
-        with open_model(options) as model:
+        with open_model(options, options.task) as model:
             records = answered(model, given, given.all_rows(), **settings)
             if options.json:
                 show(options, "", list(records))
@@ -165,5 +171,5 @@ def _write_parts(options: argparse.Namespace, given: Input, to: Storage, setting
         bank, snapshot, config = snapshot_of(options)
         sizes = {"workers": options.workers, "part_rows": options.part_rows}
         return write_on_workers(bank, snapshot, config, given, to, **sizes, **settings)
-    with open_model(options) as model:
+    with open_model(options, options.task) as model:
         return write_predictions(model, given, to, options.part_rows, **settings)

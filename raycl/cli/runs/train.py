@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_allow_env(parser)
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
-    parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name or YAML")
+    parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name, path or YAML")
     parser.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     plan = parser.add_argument_group("plan")

@@ -267,7 +267,7 @@ def bank_card(
         f"files `{snapshot.backbone.sha256}`): snapshot {snapshot.number} of a bank of raycl. Its router "
         f"`{snapshot.router.kind}` {mixes}, and {needs}.{samples}",
         f"```sh\nraycl predict {HUB}{repository} rows.csv --text text\nraycl serve {HUB}{repository}\n"
-        f"raycl train bank.start={HUB}{repository} 'stream.tasks=[{{name: tickets, path: data/tickets}}]'\n```",
+        f"raycl train bank.start={HUB}{repository} 'stream.tasks=[data/tickets]'\n```",
         _adapters(snapshot, repository, pushed),
         _matrix(snapshot, rows),
     ]

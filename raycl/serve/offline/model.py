@@ -21,7 +21,7 @@ from raycl.bank.manifest import TaskInfo
 from raycl.data.prepare import fit_targets
 from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import Message, messages_of, text_of
-from raycl.errors import AdapterError, BankError, ConfigError, ConversationError, RetrievalError
+from raycl.errors import AdapterError, BankError, ConversationError, RetrievalError
 from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
 from raycl.generation.task_prompts import route_batch
 from raycl.metrics.settings import GeneralConfig
@@ -156,12 +156,10 @@ class OfflineModel:
             templated: texts get the prompts of their tasks; else they are whole prompts.
 
         Raises:
-            ConfigError: no such task. RayclError: a text cannot be answered.
+            BankError: no such task. RayclError: a text cannot be answered.
         """
-        if task is not None and task not in self._loaded.prompts:
-            names = ", ".join(self._loaded.prompts)
-            raise ConfigError(f"snapshot {self.snapshot.number} has no task '{task}': expected one of {names}")
         if task is not None:
+            self.snapshot.require_task(task)
             self._warn_of(task)
         return self._predicted(texts, task, max_tokens, allowed or {}, keep_errors, bare, templated)
 

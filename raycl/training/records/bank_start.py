@@ -232,11 +232,7 @@ def adapters_of_task(snapshot: Snapshot, task: str) -> list[str]:
     Raises:
         BankError: the snapshot has no such task, or an adapter of it knows others too.
     """
-    tasks = [info.name for info in snapshot.tasks]
-    if task not in tasks:
-        raise BankError(
-            f"snapshot {snapshot.number} has no task '{task}': expected one of {', '.join(tasks) or 'none'}"
-        )
+    snapshot.require_task(task)
     for entry in snapshot.adapters:
         others = [other for other in entry.tasks if other != task]
         if task in entry.tasks and others:

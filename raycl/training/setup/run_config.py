@@ -21,7 +21,7 @@ from raycl.config.trainer_names import batch_of_workers, rename_in
 from raycl.config.unused import refuse, unused_written
 from raycl.data.benchmarks.orders import ALIASES, BUILTIN, ORDERS
 from raycl.data.resolve import resolve
-from raycl.data.settings import TaskSpec
+from raycl.data.settings import TaskSpec, with_specs
 from raycl.data.sources.formats import AUTO, FORMATS
 from raycl.data.sources.source import SourceFile
 from raycl.data.stream import Stream, StreamConfig
@@ -207,7 +207,7 @@ def from_tree(given: Tree) -> RunConfig:
     """
     given = copy.deepcopy(given)
     rename_in(given, "the config")
-    given = with_template_files(given)
+    given = with_specs(with_template_files(given))
     output = given.get("output")
     runs = str((output.get("dir") if isinstance(output, dict) else None) or default_directory())
     announce(given, runs)

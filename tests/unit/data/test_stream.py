@@ -13,6 +13,7 @@ import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
 from raycl.config import as_tree, load, validate
+from raycl.data.settings import with_specs
 from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
@@ -24,6 +25,20 @@ from raycl.types import Task
 def lines(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)
+
+
+def test_a_path_alone_is_a_task_of_your_own(write_task: WriteTask) -> None:
+    """Its name is the last part without a suffix; a word without a slash is a known name."""
+    root = write_task("mail", [(f"text {n}", "ab"[n % 2]) for n in range(40)], [("text", "a")] * 6)
+    folder, file = f"{root}/mail/", f"{root}/mail/train.jsonl"
+    stream = open_stream(StreamConfig.model_validate({"tasks": [folder, "topic"]}), seed=0)
+    assert [task.name for task in stream.tasks] == ["mail", "topic"] and stream.tasks[0].labels == ("a", "b")
+    config = StreamConfig.model_validate({"tasks": ["topic"], "unseen": [file, "hf://me/news"]})
+    assert [(task.name, task.path) for task in config.unseen or () if not isinstance(task, str)] == [
+        ("train", file),
+        ("news", "hf://me/news"),
+    ]
+    assert with_specs({"stream": {"tasks": [folder]}}) == {"stream": {"tasks": [{"name": "mail", "path": folder}]}}
 
 
 def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None:
