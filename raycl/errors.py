@@ -21,6 +21,7 @@
     └── RunError           a run that cannot start, continue or be trusted
         ├── CheckpointError     a checkpoint that is damaged or incomplete; an older one may be whole
         ├── ResumeError         the run directory and the config do not belong together
+        ├── DivergedError       a loss or a gradient that is not finite
         ├── StoppedError        a run that was stopped from outside and can be resumed as it is
         │   └── InterruptedRunError     the same, by Ctrl-C
         └── StaleAttemptError   a newer attempt owns the run; this one must stop
@@ -136,6 +137,10 @@ class CheckpointError(RunError):
 
 class ResumeError(RunError):
     """A run directory cannot be continued with this config; the message names the keys that differ."""
+
+
+class DivergedError(RunError):
+    """A loss or a gradient is not finite."""
 
 
 class StoppedError(RunError):

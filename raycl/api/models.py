@@ -57,7 +57,7 @@ class Model:
             max_tokens: Most tokens of generated answers; None: as in training.
 
         Raises:
-            ConfigError: There is no such task.
+            BankError: There is no such task.
             RayclError: A text cannot be answered.
 
         Examples:

@@ -190,7 +190,7 @@ class Run:
             >>> run.tasks
             ['orders', 'moods']
         """
-        added = [json.dumps(spec) if isinstance(spec, dict) else spec for spec in _specs(tasks, self._directory)]
+        added = list(map(json.dumps, _specs(tasks, self._directory)))
         overrides = [f"{key}={json.dumps(value)}" for key, value in configs.flatten(sections).items()]
         return _trained(requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
 

@@ -177,8 +177,9 @@ def _check_keys(overrides: Sequence[str]) -> None:
 def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
     """Return the task at a path, with its settings; one file is test too, unless test rows are taken from it."""
     from raycl import config as configs
+    from raycl.data.settings import name_at
 
-    spec: dict[str, Any] = {"name": path.rstrip("/").rpartition("/")[2].partition(".")[0] or "data"}
+    spec: dict[str, Any] = {"name": name_at(path) or "data"}
     one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
     given = {**spec, **configs.load_tree(None, overrides)}
     if not one_split or "://" in path or "splits" in given or _names_splits(path, given):

@@ -1,13 +1,17 @@
 """The `stream` section of a run's config."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from raycl.config import PathOrUri, Section, Tree
+from raycl.data.benchmarks.layout import SUFFIXES
 from raycl.data.sources.conversation import Turns
 from raycl.data.sources.formats import Format
+from raycl.data.sources.hub import HUB, SQL
 from raycl.data.sources.reading import OnBadRow, ReadLimits
 from raycl.types import Objective, PromptName
 
@@ -128,20 +132,43 @@ class TaskSpec(Section):
         return self
 
 
+DATABASES = (".db", ".sqlite", ".sqlite3")
+
+
+def name_at(path: str) -> str:
+    """Return the name of a task whose rows are at a path or URI: the last part, without a data file's suffix."""
+    if "://" in path or path.startswith(SQL):
+        parts = urlsplit(path.removeprefix(SQL))
+        last = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname or ""
+        return last.partition("@")[0].removesuffix(next(filter(last.endswith, (*SUFFIXES, *DATABASES)), ""))
+    place = Path(path).expanduser().resolve()
+    return place.name if place.is_dir() else place.name.partition(".")[0]
+
+
 def as_spec(task: Any) -> Any:
     """Return an entry of `stream.tasks`; a path or URI alone is a task of your own with the name of its last part."""
     if not isinstance(task, str) or "/" not in task:
         return task
-    return {"name": task.rstrip("/").rpartition("/")[2].partition(".")[0], "path": task}
+    path, _, revision = task.partition("@") if task.startswith(HUB) else (task, "", "")
+    return {"name": name_at(task), "path": path, **({"revision": revision} if revision else {})}
+
+
+def as_specs(tasks: Any) -> Any:
+    """Return a list of tasks as `as_spec` gives them, or one of them alone; anything else as it is."""
+    if isinstance(tasks, str):
+        return [as_spec(tasks)]
+    return list(map(as_spec, tasks)) if isinstance(tasks, list | tuple) else tasks
 
 
 def with_specs(tree: Tree) -> Tree:
-    """Return a config that a person wrote with the tasks of its stream as `as_spec` gives them."""
+    """Return a config that a person wrote with the tasks of its stream as `as_specs` gives them."""
     stream = tree.get("stream")
     if not isinstance(stream, dict):
         return tree
-    lists = {key: stream[key] for key in ("tasks", "unseen") if isinstance(stream.get(key), list | tuple)}
-    return {**tree, "stream": {**stream, **{key: list(map(as_spec, tasks)) for key, tasks in lists.items()}}}
+    return {
+        **tree,
+        "stream": {**stream, **{key: as_specs(stream[key]) for key in ("tasks", "unseen") if key in stream}},
+    }
 
 
 TITLE = 40
@@ -280,16 +307,11 @@ class StreamConfig(Section):
     )
     cache_dir: PathOrUri = Field(None, description="node-local cache; null: $RAYCL_CACHE, else ~/.cache/raycl")
 
-    @field_validator("unseen", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """Turn a single name into a list, and an empty list into None."""
-        return [value] if isinstance(value, str) else value or None
-
     @field_validator("tasks", "unseen", mode="before")
     @classmethod
-    def _paths(cls, value: Any) -> Any:
-        return list(map(as_spec, value)) if isinstance(value, list | tuple) else value
+    def _listed(cls, value: Any, info: ValidationInfo) -> Any:
+        """Turn one task into a list, and unseen tasks of an empty list into None."""
+        return as_specs(value) if value or info.field_name == "tasks" else None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -126,13 +126,13 @@ class MethodConfig(Section):
         """
         return 0
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the cost of passes over a task's rows besides those of its steps, as a share of these, for plans.
 
         A pass without gradients costs half of one with them. Evaluation is in no plan.
 
         Args:
-            epochs: epochs of a task.
+            epochs: epochs of a task. steps: its optimizer steps; 1 where they are not known.
         """
         return 0.0
 

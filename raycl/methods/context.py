@@ -17,6 +17,10 @@ Quantity = Literal["loss", "outputs"]
 """The function of a row's gradient: its mean task loss, or the sum of the logits of its true label or tokens."""
 
 
+LEAST_TRIAL = 2
+"""Steps of a trial at least: the losses of fewer have no standard error."""
+
+
 @dataclass(frozen=True)
 class Step:
     """An optimizer step of a phase.
@@ -175,7 +179,8 @@ class TaskContext:
             steps: of the trial, half an epoch at most, and of what is scored after it, without training.
 
         Returns:
-            `[M]` float64 on the CPU, the mean loss of each of the M next steps; None: the phase has fewer than two.
+            `[M]` float64 on the CPU, the mean loss of each of the M next steps, infinite if the trial diverges; None:
+            half an epoch has fewer than `LEAST_TRIAL` steps.
         """
         raise AssertionError("a trial needs a trainer")
 

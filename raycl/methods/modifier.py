@@ -33,7 +33,7 @@ class ModifierConfig(Section):
         """Return the settings that can change what phase `index` learns; see `MethodConfig.cache_key`."""
         return as_tree(self)
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the cost of passes over a task's rows in addition to the method's; see `MethodConfig.extra_passes`."""
         return 0.0
 

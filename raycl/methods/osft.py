@@ -65,7 +65,7 @@ class OsftConfig(MethodConfig):
         """Count both bases."""
         return 2
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the pass over every row that measures the importance of layers; none where all keep one share."""
         return 0.0 if self.least == self.most else 0.5 / epochs
 

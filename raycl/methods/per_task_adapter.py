@@ -1,5 +1,6 @@
 """Base class of methods with adapters of their own for every task: created, trained, frozen, published, restored."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from raycl.methods.base import (
     under,
     unpacked,
 )
-from raycl.methods.context import TaskContext
+from raycl.methods.context import LEAST_TRIAL, TaskContext
 from raycl.methods.lora_settings import InputDropout, TargetModules
 from raycl.methods.trained_adapters import end_training, is_trainable
 from raycl.routing.statistics import KINDS_OF_OUTLINES, BareTexts
@@ -56,7 +57,7 @@ StartThreshold = Annotated[
         ge=-1,
         le=1,
         description="start_from=nearest: smallest cosine of two tasks' mean texts, by the router's statistics, at "
-        "which one begins with the other's values; 1: never",
+        "which one may begin with the other's values; 1: never",
     ),
 ]
 
@@ -76,8 +77,8 @@ class StartSettings(RoutedConfig):
         ge=0,
         description="start_from=nearest: optimizer steps, half an epoch at most, for which such a task is first "
         "trained twice on the same rows, from drawn values and from the known task's. It begins with the known task's "
-        "if their loss on the rows of as many following steps is lower by more than its standard error. 0: it begins "
-        "with the known task's, without a trial",
+        "if their loss on the rows of as many following steps is lower by more than its standard error. 0, or an epoch "
+        "of fewer than four steps: it begins with the known task's, without a trial",
     )
 
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("start_from", "start_threshold", "start_trial_steps")
@@ -88,10 +89,10 @@ class StartSettings(RoutedConfig):
         if self.start_from == "new":
             yield from ((name, "start_from=new") for name in ("start_threshold", "start_trial_steps"))
 
-    def extra_passes(self, epochs: int) -> float:
-        """Add what two trials take at most: half an epoch of training each, and the loss on the other half."""
-        tries = self.start_from == "nearest" and self.start_trial_steps
-        return super().extra_passes(epochs) + (1.5 / epochs if tries else 0.0)
+    def extra_passes(self, epochs: int, steps: int) -> float:
+        """Add two trials, each scored on the rows of as many steps, as if every task had them."""
+        tried = min(self.start_trial_steps, steps // epochs // 2) if self.start_from == "nearest" else 0
+        return super().extra_passes(epochs, steps) + (3 * tried / steps if tried >= LEAST_TRIAL else 0.0)
 
     @model_validator(mode="after")
     def _sizes_are_alike(self) -> Self:
@@ -127,9 +128,17 @@ class AdapterForm:
 
 def is_lower(losses_M: Tensor, others_M: Tensor) -> bool:
     """Return whether paired losses are lower in the mean, by more than the standard error of the differences."""
+    are_finite, others_are = (math.isfinite(float(losses.sum())) for losses in (losses_M, others_M))
+    if not (are_finite and others_are):
+        return are_finite
     differences_M = others_M - losses_M
-    error = float(differences_M.std()) / len(differences_M) ** 0.5 if len(differences_M) > 1 else 0.0
-    return float(differences_M.mean()) > error
+    return float(differences_M.mean()) > float(differences_M.std()) / math.sqrt(len(differences_M))
+
+
+def _mean(losses_M: Tensor) -> float | None:
+    """Return the mean of losses that JSON can hold; None: it is not finite."""
+    mean = float(losses_M.mean())
+    return mean if math.isfinite(mean) else None
 
 
 class PerTaskAdapter(Method, ABC):
@@ -141,7 +150,8 @@ class PerTaskAdapter(Method, ABC):
         owners: adapter -> names of its tasks.
         starts: task -> the task whose adapters its own began with; others began anew.
         nearest: task -> the known task with the most similar texts when it was learned, and the cosine.
-        start_losses: task -> mean loss after a trial from drawn values, and after one from those of the nearest task.
+        start_losses: task -> mean loss after a trial from drawn values, and after one from those of the nearest task;
+            None: it has diverged.
 
     Class attributes:
         starts_anew: where the task id is given, each task starts as the first one: with its seed, without other labels.
@@ -168,7 +178,7 @@ class PerTaskAdapter(Method, ABC):
         self._previous: dict[str, AdapterState] = {}
         self.starts: dict[str, str] = {}
         self.nearest: dict[str, tuple[str, float]] = {}
-        self.start_losses: dict[str, tuple[float, float]] = {}
+        self.start_losses: dict[str, tuple[float | None, float | None]] = {}
         self._task = ""
         self._form = form
         if form.prompts is not None:
@@ -236,7 +246,7 @@ class PerTaskAdapter(Method, ABC):
         near_losses = None if drawn_losses is None else context.trial_losses(steps)
         if drawn_losses is None or near_losses is None:
             return
-        self.start_losses[task] = float(drawn_losses.mean()), float(near_losses.mean())
+        self.start_losses[task] = _mean(drawn_losses), _mean(near_losses)
         if not is_lower(near_losses, drawn_losses):
             del self.starts[task]
             own = dict(self.backbone.named_parameters())
@@ -297,7 +307,11 @@ class PerTaskAdapter(Method, ABC):
                 part.fill(states)
 
     def _check_sizes(self, states: Mapping[str, AdapterState]) -> None:
-        """Check that a task that is learned again with its weights keeps their sizes."""
+        """Check that adapters have the sizes of those whose values they take.
+
+        Raises:
+            RunError: those of a task that is learned again have other sizes.
+        """
         prompts = getattr(self.backbone.prefix, "trainable", None)
         for name, rank in self.stack.trainable.items():
             if (state := states.get(name)) is None:
@@ -345,7 +359,8 @@ class PerTaskAdapter(Method, ABC):
             task: {"task": name, "cosine": round(cosine, 4)} for task, (name, cosine) in self.nearest.items()
         }
         for task, (drawn, near) in self.start_losses.items():
-            nearest[task] |= {"drawn_loss": round(drawn, 4), "near_loss": round(near, 4)}
+            losses = {"drawn_loss": drawn, "near_loss": near}
+            nearest[task] |= {kind: loss if loss is None else round(loss, 4) for kind, loss in losses.items()}
         held: dict[str, dict[str, Any]] = {"starts": dict(self.starts), "nearest": nearest}
         return {kind: begun for kind, begun in held.items() if begun}
 

@@ -91,9 +91,9 @@ class SdftConfig(WrapperConfig):
         """Return the teacher's."""
         return 1
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Add the teacher's pass, which has no gradient; writing answers is not counted."""
-        own: float = self.learner.extra_passes(epochs)
+        own: float = self.learner.extra_passes(epochs, steps)
         return own + 0.5
 
 

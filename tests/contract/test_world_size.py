@@ -79,7 +79,7 @@ ALL_CASES = [*CHOSEN, *((next(kind for kind in KINDS if fits(kind, name)), name,
 `make test` has those that look at rows which workers share out, and one method of each family of the others.
 """
 
-TRIED = {"name": "sapt", "start_from": "nearest", "start_threshold": -1, "start_trial_steps": 1}
+TRIED = {"name": "sapt", "start_from": "nearest", "start_threshold": -1}
 """Settings by which the second task is tried from two sets of values."""
 
 NEED_THE_TASK = ("separate", *(name for name in METHODS if method_config({"name": name}).needs_task))
@@ -129,6 +129,8 @@ def settings(method: str) -> Any:
 def sections(lab: Lab, kind: str, method: str, micro: int | None = None) -> dict[str, Any]:
     """Return sections of a config, with MIGU for `<method>+migu` and an unseen task if the method needs no task id."""
     result: dict[str, Any] = {"stream": stream(kind), "train": {"micro_batch_size": micro}}
+    if method == "sapt-start":  # half an epoch must have two steps
+        del result["stream"]["train_rows"]
     if method not in NEED_THE_TASK:
         result["stream"]["unseen"] = [lab.unseen]
     if method.endswith("+migu"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from raycl.config import validate
 from raycl.errors import ConfigError
 from raycl.methods.base import phase_labels
 from raycl.methods.context import TaskContext
-from raycl.methods.per_task_adapter import PerTaskAdapter
+from raycl.methods.per_task_adapter import PerTaskAdapter, is_lower
 from raycl.methods.registry import method_config
 from raycl.methods.slm.slm import Slm
 from raycl.operations.report.tables import matrix_table
@@ -135,6 +137,40 @@ def test_a_phase_of_one_step_and_no_trial_begin_with_the_known_values(lab: Lab, 
     run(validate(RunConfig, lab.tree("llama", method, stream=stream)), Storage.at(tmp_path))
     last = Storage.at(tmp_path).read_json("results.json")["phase_summaries"][-1]
     assert last["starts"] == {"again": "colour"} and set(last["nearest"]["again"]) == {"task", "cosine"}
+
+
+def test_a_trial_that_diverges_is_lost(lab: Lab, tmp_path: Path) -> None:
+    """The known task's values are made infinite: the task begins anew, and its loss is no number in the results."""
+    original = PerTaskAdapter._begin_as
+
+    def broken(self: PerTaskAdapter, states: Mapping[str, AdapterState]) -> None:
+        spoilt = {
+            name: replace(state, linears={path: (low * torch.inf, high) for path, (low, high) in state.linears.items()})
+            for name, state in states.items()
+        }
+        original(self, spoilt)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PerTaskAdapter, "_begin_as", broken)
+        run(three(lab, "llama", {"name": "sapt", **TRIED}), Storage.at(tmp_path))
+    results = Storage.at(tmp_path).read_json("results.json")
+    last = results["phase_summaries"][-1]
+    assert last["nearest"]["again"]["near_loss"] is None and "starts" not in last
+    assert "loss after the trial diverged, from drawn values " in str(matrix_table(results))
+
+
+def test_losses_are_lower_by_more_than_their_standard_error() -> None:
+    higher, infinite = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, torch.inf, 1.0])
+    assert is_lower(higher - 0.1, higher) and not is_lower(higher, higher)
+    assert not is_lower(higher - torch.tensor([0.3, -0.2, 0.0]), higher), "the mean is lower, its error as large"
+    assert is_lower(higher, infinite) and not is_lower(infinite, higher) and not is_lower(infinite, infinite)
+
+
+def test_plans_count_the_trials() -> None:
+    config = method_config({"name": "slm", "start_from": "nearest", "start_trial_steps": 10})
+    assert config.extra_passes(1, 1000) == pytest.approx(0.03)
+    assert config.extra_passes(3, 39) == pytest.approx(3 * 6 / 39)
+    assert config.extra_passes(1, 3) == 0 == method_config({"name": "slm"}).extra_passes(1, 1000)
 
 
 def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) -> None:

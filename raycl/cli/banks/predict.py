@@ -169,6 +169,8 @@ def _write_parts(options: argparse.Namespace, given: Input, to: Storage, setting
         from raycl.serve.offline.prediction_workers import write_on_workers
 
         bank, snapshot, config = snapshot_of(options)
+        if options.task is not None:
+            snapshot.require_task(options.task)
         sizes = {"workers": options.workers, "part_rows": options.part_rows}
         return write_on_workers(bank, snapshot, config, given, to, **sizes, **settings)
     with open_model(options, options.task) as model:

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="RUN_DIR", help="continue a run; its own config is used")
     parser.add_argument("--status", metavar="RUN_DIR", help="state of a run on any machine; starts nothing")
     parser.add_argument("--add", metavar="TASK", action="append", default=[], help="with --resume: name, path or YAML")
-    parser.add_argument("--revise", metavar="TASK", help="learn a task of a bank again: name or YAML with its new data")
+    parser.add_argument(
+        "--revise", metavar="TASK", help="learn a task of a bank again: name, or path or YAML of new data"
+    )
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="what the run would need on these GPUs, and stop")

@@ -46,7 +46,7 @@ class FggmConfig(ModifierConfig):
     )
     skip_first_task: bool = Field(False, description="do not mask the run's first task, if there are others")
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the pass with gradients over every row; with `rows`, fewer are read."""
         return 1 / epochs
 

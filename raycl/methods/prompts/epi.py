@@ -57,7 +57,7 @@ class EpiConfig(ModuleSettings, RoutedConfig):
     own_statistics: ClassVar[bool] = True
     independent_tasks: ClassVar[bool] = True
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the pass of the bare backbone over every row, for the means and the covariance of its classes."""
         return 0.5 / epochs
 

@@ -97,7 +97,7 @@ class Lfpt5Config(MethodConfig):
     keeps_data: ClassVar[bool] = True
     unused_in_first_phase = ("kd_weight",)
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the passes that write each row's input and answer; drawing pseudo-samples is not counted."""
         return 1.0 if self.lm_weight else 0.0
 

@@ -179,9 +179,9 @@ class MbpaConfig(WrapperConfig):
     needs_texts: ClassVar[bool] = True  # they search the memory
     keeps_data: ClassVar[bool] = True
 
-    def extra_passes(self, epochs: int) -> float:
+    def extra_passes(self, epochs: int, steps: int) -> float:
         """Return the learner's, and a step in so many has twice the examples."""
-        return self.learner.extra_passes(epochs) + (1 / self.every if self.every else 0.0)
+        return self.learner.extra_passes(epochs, steps) + (1 / self.every if self.every else 0.0)
 
     @property
     def sentence_encoder(self) -> EncoderConfig:

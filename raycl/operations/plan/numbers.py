@@ -414,6 +414,12 @@ def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoa
     )
 
 
+def _extra_passes(config: RunConfig, epochs: int, steps: int) -> float:
+    """Return the passes of a task besides those of its steps, as a share of these."""
+    modifiers = sum(modifier.extra_passes(epochs, steps) for modifier in config.modifiers.values())
+    return float(config.method.extra_passes(epochs, steps) + modifiers)
+
+
 def _run(opened: Opened, most: Trained) -> RunLoad:
     """Return steps, and what `raycl.training.phase.disk_space` says, without what a method keeps beside adapters (keys,
     texts)."""
@@ -430,6 +436,5 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         "growth": growth(written).both,
     }
     epochs = context.train.epochs_of("")
-    extra = opened.config.method.extra_passes(epochs)
-    extra += sum(modifier.extra_passes(epochs) for modifier in opened.config.modifiers.values())
+    extra = sum(count * _extra_passes(opened.config, epochs, count) for count in steps) / sum(steps)
     return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)

@@ -359,10 +359,11 @@ def _starts(result: Tree) -> list[RenderableType]:
 
 
 def _compared(near: Mapping[str, Any]) -> str:
-    """Return by what a task was compared with the known one whose texts are most similar."""
-    losses = (near.get("near_loss"), near.get("drawn_loss"))
-    tried = "" if None in losses else "; loss after the trial {:.3f}, from drawn values {:.3f}".format(*losses)
-    return f"cosine {near['cosine']:.3f}{tried}"
+    """Return how similar a task is to its nearest, and the losses after trials, where there were any."""
+    if "near_loss" not in near:
+        return f"cosine {near['cosine']:.3f}"
+    losses = ("diverged" if loss is None else f"{loss:.3f}" for loss in (near["near_loss"], near["drawn_loss"]))
+    return "cosine {:.3f}; loss after the trial {}, from drawn values {}".format(near["cosine"], *losses)
 
 
 def _routing(result: Tree) -> list[RenderableType]:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +105,25 @@ class PhaseData(TaskContext):
 
         self.compute_each(self._loader(self._tables()), add, examples)
         return float(self.world.sum(total)) / max(self.world.total(count)[0], 1.0)
+
+    def losses_of(self, loader: Loader, steps: Iterable[int]) -> Tensor:
+        """Return `[M]` float64 on the CPU: the mean loss of each step's rows, without training. Collective.
+
+        Labels compete as in training, and nothing is dropped.
+        """
+        method, backbone, means = self.context.method, self.context.backbone, []
+        count, loss = (loss_count, None) if method.objective is None else (method.objective.count, method.objective)
+        backbone.train()
+        backbone.model.eval()
+        for step in steps:
+            total, counted = torch.zeros((), dtype=torch.float64, device=self.world.device), 0.0
+            for batch in loader.micro_batches(step):
+                batch, counted = batch.to(self.world.device), counted + count(batch)
+                with torch.no_grad(), activate_batch(method, batch):
+                    output = backbone(batch)
+                    total += output.loss_sum if loss is None else loss(batch, output)
+            means.append(float(self.world.sum(total)) / max(self.world.total(counted)[0], 1.0))
+        return torch.tensor(means, dtype=torch.float64)
 
     def trial_losses(self, steps: int) -> Tensor | None:
         return super().trial_losses(steps) if self._trial is None else self._trial(self, steps)

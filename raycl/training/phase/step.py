@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from raycl.backbone.base import loss_count
-from raycl.errors import RunError
+from raycl.errors import DivergedError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
 from raycl.training.engines.engine import NONE, Engine
@@ -37,7 +37,7 @@ def train_step(
         before_update: called once the last backward pass is over; until then nothing that is trained changes.
 
     Raises:
-        RunError: the loss is not finite.
+        DivergedError: the loss or the gradient is not finite.
     """
     seed_all = torch.default_generator.manual_seed if world.device.type == "cpu" else torch.manual_seed
     seed_all(seed + world.rank)  # torch's own formats the stack for every kind of device that is not there: 1 ms
@@ -56,7 +56,8 @@ def train_step(
     norm = engine.step(modifiers, transform, method.constraint)
     loss = float(world.sum(loss_sum)) / max(count, 1.0)  # read last, for the same reason
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise RunError(f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})")
+        problem = f"the loss is {loss} and the gradient norm {norm}"
+        raise DivergedError(f"{problem}: lower train.learning_rate (now {rate:g})")
     return StepResult(loss, norm, rate, int(tokens))
 
 

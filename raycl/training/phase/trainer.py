@@ -6,13 +6,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from raycl.data.loader import Loader
+from raycl.errors import DivergedError
 from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
-from raycl.methods.context import Step, TaskContext
+from raycl.methods.context import LEAST_TRIAL, Step, TaskContext
+from raycl.methods.modifier import Modifiers
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.engines.engine import Engine, OpenEngine, Share, scattered, weights_of
+from raycl.training.engines.engine import NONE, Engine, OpenEngine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
@@ -21,8 +24,8 @@ from raycl.training.phase.known_texts import learn_texts
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.phase.task_end import keep_learned
-from raycl.training.phase.trial import trial_losses
 from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.records.progress import StepResult
 from raycl.training.records.publish import open_bank
 from raycl.training.records.recorder import Recorder
 from raycl.training.workers.control import Control
@@ -57,6 +60,7 @@ class TaskTrainer:
         self.recorder = recorder
         self.control = control
         self._disk_is_checked = False
+        self._tried: dict[str, float] = {}
 
     def train(self, phase: Phase, resume: Checkpoint | None) -> Checkpoint:
         """Train a phase to its end and write its last checkpoint. Collective.
@@ -69,8 +73,8 @@ class TaskTrainer:
         """
         began, context = time.perf_counter(), self.context
         method, modifiers, backbone = context.method, context.modifiers, context.backbone
-        trial = partial(trial_losses, self.open_engine, self.recorder.finish_saving)
-        data = PhaseData(context, phase, self.world, resume is not None, trial)
+        self._tried = {"train_s": 0.0, "tokens": 0.0}
+        data = PhaseData(context, phase, self.world, resume is not None, self._trial_losses)
         backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         begin_phase(data)
         modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
@@ -99,13 +103,8 @@ class TaskTrainer:
         mask_check = GradientMaskCheck(engine, modifiers, optimizer_kind(context.train).first_moment())
         for index in range(start, steps):
             began = time.perf_counter()
-            batches = loader.micro_batches(index)
-            seed = stable_seed(context.info.seed, "step", phase.index, index)
-            data.step = Step(index, seed, len(batches))
             mask_check.before_step()
-            with ExitStack() as stack:
-                stack.push(partial(self._name_rows, loader))
-                result = train_step(engine, method, batches, self.world, seed, modifiers, self.recorder.finish_saving)
+            result = self._step(engine, data, loader, index, modifiers)
             mask_check.after_step()
             seconds = time.perf_counter() - began
             spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
@@ -118,6 +117,48 @@ class TaskTrainer:
         done = self._checkpoint(phase, share, steps, steps, spent)
         self._end(phase, data, done)
         return done
+
+    def _step(
+        self, engine: Engine, data: PhaseData, loader: Loader, index: int, modifiers: Modifiers = NONE
+    ) -> StepResult:
+        """Take an optimizer step of the phase."""
+        context, batches = self.context, loader.micro_batches(index)
+        seed = stable_seed(context.info.seed, "step", data.phase.index, index)
+        data.step = Step(index, seed, len(batches))
+        with ExitStack() as stack:
+            stack.push(partial(self._name_rows, loader))
+            return train_step(engine, context.method, batches, self.world, seed, modifiers, self.recorder.finish_saving)
+
+    def _trial_losses(self, data: PhaseData, steps: int) -> Tensor | None:
+        """Return the losses after a trial; see `TaskContext.trial_losses`. Collective."""
+        began, backbone, loader = time.perf_counter(), self.context.backbone, data.loader()
+        steps = min(steps, loader.order.steps_per_epoch // 2, loader.order.steps // 2)
+        if steps < LEAST_TRIAL:
+            return None
+        before = {name: parameter.detach().clone() for name, parameter in data.trained().items()}
+        engine = self.open_engine(loader.accumulation, loader.order.steps, data.phase.name)
+        backbone.train()
+        losses = torch.full((steps,), torch.inf, dtype=torch.float64)
+        try:
+            for index in range(steps):
+                self._tried["tokens"] += self._step(engine, data, loader, index).tokens
+                self.control.progress("training")
+        except DivergedError:
+            self.control.failed_rows = []
+            engine.close()
+        else:
+            engine.close()
+            losses = data.losses_of(loader, range(steps, 2 * steps))
+        data.step = Step()
+        with torch.no_grad():
+            for name, parameter in data.trained().items():  # an engine may have replaced the objects
+                parameter.copy_(before[name])
+        spent = time.perf_counter() - began
+        self._tried["train_s"] += spent
+        if self.world.is_first:
+            line = "    a trial of %d steps: loss %.4f on the rows of the next %d (%.1f s)"
+            log.info(line, steps, float(losses.mean()), steps, spent)
+        return losses
 
     def _name_rows(self, loader: Loader, kind: object, error: BaseException | None, trace: object) -> None:
         """Name the rows of the micro-batch that failed to `control`."""
@@ -152,7 +193,7 @@ class TaskTrainer:
 
     def _restore(self, engine: Engine, resume: Checkpoint | None) -> tuple[int, dict[str, float]]:
         if resume is None:
-            return 0, {"train_s": 0.0, "tokens": 0.0}
+            return 0, dict(self._tried)
         with activate_trainable(self.context.method, 1):
             engine.restore(resume.parameters, resume.optimizer, resume.step)
         return resume.step, {key: resume.spent[key] for key in ("train_s", "tokens")}

@@ -13,7 +13,7 @@ import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
 from raycl.config import as_tree, load, validate
-from raycl.data.settings import with_specs
+from raycl.data.settings import as_spec, name_at, with_specs
 from raycl.data.sources import ingest, source
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
@@ -33,12 +33,25 @@ def test_a_path_alone_is_a_task_of_your_own(write_task: WriteTask) -> None:
     folder, file = f"{root}/mail/", f"{root}/mail/train.jsonl"
     stream = open_stream(StreamConfig.model_validate({"tasks": [folder, "topic"]}), seed=0)
     assert [task.name for task in stream.tasks] == ["mail", "topic"] and stream.tasks[0].labels == ("a", "b")
-    config = StreamConfig.model_validate({"tasks": ["topic"], "unseen": [file, "hf://me/news"]})
-    assert [(task.name, task.path) for task in config.unseen or () if not isinstance(task, str)] == [
-        ("train", file),
-        ("news", "hf://me/news"),
-    ]
-    assert with_specs({"stream": {"tasks": [folder]}}) == {"stream": {"tasks": [{"name": "mail", "path": folder}]}}
+    assert with_specs({"stream": {"unseen": file}}) == {"stream": {"unseen": [{"name": "train", "path": file}]}}
+    for setting in ("tasks", "unseen"):
+        (task,) = getattr(StreamConfig.model_validate({setting: folder}), setting)
+        assert (task.name, task.path) == ("mail", folder.rstrip("/"))
+
+
+def test_the_name_of_a_path_is_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "v1.2").mkdir()
+    monkeypatch.chdir(tmp_path / "v1.2")
+    local = {"./": "v1.2", "../v1.2": "v1.2", "~/": Path("~").expanduser().name, "data/mail.2024.csv": "mail"}
+    others = {
+        "hf://org/my.data": "my.data",
+        "s3://bucket/mail/?endpoint_override=http://localhost:9000": "mail",
+        "s3://bucket": "bucket",
+        "sql:postgresql://user:secret@host/desk?password=secret": "desk",
+        "sql:sqlite:////data/mail.db": "mail",
+    }
+    assert {path: name_at(path) for path in local | others} == local | others
+    assert as_spec("hf://org/data@main") == {"name": "data", "path": "hf://org/data", "revision": "main"}
 
 
 def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None:

@@ -209,4 +209,4 @@ def test_prompts_with_examples_must_fit_and_examples_have_a_place_for_the_answer
 
 
 def test_its_costs_are_planned() -> None:
-    assert SdftConfig().extra_passes(2) == 0.5 and SdftConfig().values_kept(1) == 1
+    assert SdftConfig().extra_passes(2, 10) == 0.5 and SdftConfig().values_kept(1) == 1
