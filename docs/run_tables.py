@@ -72,6 +72,9 @@ def _points(column: str) -> Callable[[Study, str], str]:
     return lambda study, row: points(Spread.over(study.numbers(row, column)))
 
 
+TYPES = ("dialogue", "extraction", "question answering", "summary", "sentiment")
+"""Types of SuperNI's tasks."""
+
 COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "seeds": lambda study, row: str(len(study.numbers(row, "ap"))),
     "AP": _points("ap"),
@@ -84,6 +87,8 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "after": _points("general_after"),
     "change": _points("general_delta"),
     "to the bare model": _points("general_unknown"),
+    "unseen": _points("unseen"),
+    **{kind: _points(f"unseen_{kind}") for kind in TYPES},
     "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"), default=0)),
     "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
 }

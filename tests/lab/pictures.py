@@ -4,9 +4,9 @@
     python tests/lab/pictures.py runs/pictures --status    # while it trains its last task
     python tests/lab/pictures.py runs/pictures             # when it has ended: about four minutes
 
-and from a run of a chat model on texts of its own, the answer to one of them (`docs/playground-chat.png`):
+and from the run of docs/results/smollm2.md, "A bank that answers", the answer to a text (`docs/playground-chat.png`):
 
-    python tests/lab/pictures.py runs/smollm2-long6/slm-start-s0 --text "Shares of the airline fell after a strike."
+    python tests/lab/pictures.py runs/best --text "The food was wonderful, the staff were friendly."
 
 and of recorded comparisons their page, from the top (`docs/report.png`):
 
