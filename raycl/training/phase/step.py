@@ -56,8 +56,9 @@ def train_step(
     norm = engine.step(modifiers, transform, method.constraint)
     loss = float(world.sum(loss_sum)) / max(count, 1.0)  # read last, for the same reason
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        problem = f"the loss is {loss} and the gradient norm {norm}"
-        raise DivergedError(f"{problem}: lower train.learning_rate (now {rate:g})")
+        raise DivergedError(
+            f"the loss is {loss} and the gradient norm {norm}: lower train.learning_rate (now {rate:g})"
+        )
     return StepResult(loss, norm, rate, int(tokens))
 
 
