@@ -179,6 +179,13 @@ def test_the_rows_nearest_to_centroids() -> None:
     assert nearest_to_centroids(apart, 2, 0).tolist() == [1, 4]
 
 
+def test_of_two_rows_as_near_to_their_centroid_the_first_is_kept_on_every_device() -> None:
+    pairs = torch.tensor([[0.1, 0.3], [0.7, 0.4], [5.2, 5.1], [5.9, 5.3]])
+    for noise in (0.0, 1e-7, -1e-7):  # as arithmetic differs between devices
+        moved = pairs + noise * torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+        assert nearest_to_centroids(moved, 2, 0).tolist() == [0, 2]
+
+
 # ---- the head ------------------------------------------------------------------------------------------------------
 
 

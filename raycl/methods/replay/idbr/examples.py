@@ -101,7 +101,8 @@ def nearest_to_centroids(x_NC: Tensor, count: int, seed: int) -> Indices:
         means_KC = sums_KC / size_K.clamp(min=1).unsqueeze(1)
         centroids_KC = torch.where((size_K > 0).unsqueeze(1), means_KC, centroids_KC)
     cluster_N, distance_N = _nearest(x_NC, centroids_KC)
-    order = torch.argsort(distance_N, stable=True)
+    nearness_N = (distance_N / distance_N.max().clamp(min=torch.finfo(distance_N.dtype).tiny)).round(decimals=4)
+    order = torch.argsort(nearness_N, stable=True)  # rounded: both rows of a cluster of two are as near to their mean
     chosen: dict[int, int] = {}
     for row in order.tolist():
         chosen.setdefault(int(cluster_N[row]), row)
