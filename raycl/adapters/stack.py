@@ -408,7 +408,7 @@ class AdapterStack:
             mixture: None for the bare backbone.
             copies: sequences per example in generation (beams x samples).
             examples: `[P, S]` example of each position, where examples share rows.
-            static: rows at fixed addresses (`preallocate`), which nothing else uses meanwhile; None: of any number.
+            static: rows at fixed addresses, which nothing else uses meanwhile; None: of any number.
             head_rule: how label heads are mixed; None: as each head was made.
 
         Raises:
@@ -499,19 +499,6 @@ class AdapterStack:
         plan.index = neighbours(flat[order])
         if not weights.requires_grad:
             plan.own = own_form(weights, owners, rows)
-
-    def preallocate(self, rows: int, sequences: int) -> StaticRows:
-        """Return rows for inference at fixed shapes (`activate`), for torch.compile and CUDA graphs.
-
-        Args:
-            rows: sum of the ranks of all adapters that one batch may use.
-            sequences: rows of a batch, beams and samples included.
-        """
-        assert not self.trainable, "adapters in training change shape: preallocate for inference only"
-        scaled = list(self.layers) if any(state.magnitudes for state in self.states.values()) else []
-        return StaticRows(
-            self.pool, rows, sequences, scaled, [name for name in self.states if self.states[name].copies]
-        )
 
     def detach(self) -> None:
         """Put the model's own linears back."""
