@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--utilisation", metavar="SHARE", type=float, default=0.4, help="of the GPU's FLOP/s in training (default: 0.4)"
     )
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
-    plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
 
 
@@ -79,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
         settings = run_config.load_config(config, options.overrides)
         show(options, commented_yaml(settings).rstrip("\n"), as_tree(settings))
         return 0
-    if options.methods or options.sizes:
-        from raycl.operations.plan.tables import methods_table, records, sizes_table
+    if options.methods:
+        from raycl.operations.plan.tables import methods_table, records
 
-        table = methods_table() if options.methods else sizes_table()
+        table = methods_table()
         show(options, table, records(table))
         return 0
     if options.plan:
