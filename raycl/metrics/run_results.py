@@ -288,13 +288,18 @@ def general_of(result: Tree) -> dict[str, float | None]:
     }
 
 
-def method_of(result: Tree) -> str:
-    """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
+def method_of(result: Tree, settings: str = "") -> str:
+    """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`.
+
+    Args:
+        settings: what tells it from runs of the same method, `r=4`; named behind it.
+    """
     modifiers = result["config"].get("modifiers") or {}
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
     schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
     name = "+".join([_name(result, "method"), *used])
-    return name if schedule == "sequential" else f"{name}, {schedule}"
+    name = name if schedule == "sequential" else f"{name}, {schedule}"
+    return f"{name} ({settings})" if settings else name
 
 
 def stream_of(result: Tree) -> str:

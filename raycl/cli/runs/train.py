@@ -111,9 +111,12 @@ def run(options: argparse.Namespace) -> int:
     show(options, matrix_table(results), results)
     note(options, f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
-        from raycl.operations.report.plots import heatmaps  # brings matplotlib, which no step waits for
+        from raycl.operations.report.plots import matrix_figure, save_png  # brings matplotlib, which no step waits for
 
-        note(options, f"picture {heatmaps([results], options.png or f'{prepared.storage.uri}/matrix.png')}")
+        note(
+            options,
+            f"picture {save_png(matrix_figure([results]), options.png or f'{prepared.storage.uri}/matrix.png')}",
+        )
     return 0
 
 

@@ -103,6 +103,11 @@ class Line:
     published: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
+    @property
+    def title(self) -> str:
+        """The method, with its settings where it has some."""
+        return f"{self.method} ({self.settings})" if self.settings else self.method
+
 
 def compare(results: Sequence[Tree]) -> list[Line]:
     """Return a line per setting, by stream and backbone, in order of first appearance within them.
@@ -182,9 +187,8 @@ def to_csv(results: Sequence[Tree], verdicts: Sequence[Tree] = ()) -> str:
     for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
-        title = f"{line.method} ({line.settings})" if line.settings else line.method
         for measure in measures:
-            verdict = said.get((measure, f"{line.stream}, {line.backbone}", title), {})
+            verdict = said.get((measure, f"{line.stream}, {line.backbone}", line.title), {})
             printed += [verdict.get(key) for key in VERDICT_COLUMNS.values()]
         rows.append([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
     return spreadsheet(rows)

@@ -51,8 +51,7 @@ class SeedMatrix:
         if not rest:
             return title_of(first)
         seeds = ", ".join(str(result["config"].get("seed")) for result in self.results)
-        method = f"{method_of(first)} ({self.settings})" if self.settings else method_of(first)
-        return f"{method} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
+        return f"{method_of(first, self.settings)} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
 
     @property
     def tasks(self) -> list[str]:

@@ -130,7 +130,6 @@ def comparison_table(lines: Sequence[Line]) -> Page:
     heads = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
     table = grid(["method", "stream", "backbone", "runs", *heads, "time", "tokens/s"], left=3)
     for line in lines:
-        method = f"{line.method} ({line.settings})" if line.settings else line.method
         scores = []
         for name in shown:
             scores.append(points(line.numbers.get(name)))
@@ -138,7 +137,7 @@ def comparison_table(lines: Sequence[Line]) -> Page:
                 scores.append(_number(line.published.get(name), ".2f"))
         speed = line.numbers["tokens_per_s"]
         cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
-        table.add_row(method, line.stream, line.backbone, str(line.runs), *scores, *cost)
+        table.add_row(line.title, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
     return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources))
 
@@ -192,8 +191,7 @@ def routing_comparison(results: Sequence[Tree]) -> Page:
     table.columns[3].justify = "right"
     for settings, members, group in groups:
         first = members[0]
-        method = f"{method_of(first)} ({settings})" if settings else method_of(first)
-        label = [method, stream_of(first), backbone_of(first), str(len(members))]
+        label = [method_of(first, settings), stream_of(first), backbone_of(first), str(len(members))]
         for row in _routing_rows(group, tasks):
             table.add_row(*label, *row)
             label = [""] * len(label)
