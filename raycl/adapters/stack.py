@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from raycl.adapters.copied import CopiedModule
 from raycl.adapters.experts import PATH, StackedExperts
+from raycl.adapters.formula import SelfActivation
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import (
     AttentionQueries,
+    CopiedModule,
     StackedLora,
     TrainedUpdate,
     adapted_norms,
@@ -28,7 +29,6 @@ from raycl.adapters.layer import (
 )
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.rows import RowPool, RowTable, StaticRows
-from raycl.adapters.self_activation import SelfActivation
 from raycl.adapters.state import check_alone, check_copies, check_fits
 from raycl.errors import AdapterError
 from raycl.types import COPY, Activation, AdapterState, Mixture

@@ -116,7 +116,7 @@ def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
     names = vars(options).get("allow_env")
     if not names:
         return nullcontext()
-    from raycl.config.environment import allowing
+    from raycl.config.sections import allowing
 
     return allowing(names)
 

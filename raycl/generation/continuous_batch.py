@@ -17,9 +17,8 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.generation import dynamic_cache
 from raycl.generation.dynamic_cache import DynamicKVCache
-from raycl.generation.logits import adjusted, logprobs_of
 from raycl.generation.requests import Sampling, TokenLogprobs
-from raycl.generation.sampling import NOT_FINITE, pick
+from raycl.generation.sampling import NOT_FINITE, adjusted, logprobs_of, pick
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 

@@ -24,8 +24,8 @@ from raycl.backbone.causal import pad_left
 from raycl.backbone.roles import last_feed_forward
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
-from raycl.generation.logits import logprobs_of
 from raycl.generation.requests import TokenLogprobs
+from raycl.generation.sampling import logprobs_of
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values `[B, heads, T, width]` of each layer."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
 from pydantic import Field
 
 from raycl.config import Section, validate
-from raycl.config.choices import Choice
+from raycl.config.sections import Choice
 from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.capabilities import OutputProbe

@@ -28,7 +28,7 @@ from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
 from raycl.progress import counted_off
 from raycl.storage import Storage
-from raycl.storage.sealed import read_sealed, record_of, write_sealed
+from raycl.storage.records import read_sealed, record_of, write_sealed
 
 log: logging.Logger = logging.getLogger("raycl")
 

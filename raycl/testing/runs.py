@@ -21,8 +21,8 @@ from raycl.generation.batch_answers import predict
 from raycl.generation.task_prompts import route_batch
 from raycl.methods.registry import method_class
 from raycl.routing.router import Router
+from raycl.serve.engine.engine_requests import heads_of
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models

@@ -129,8 +129,7 @@ def run(options: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
     from raycl.errors import counted
-    from raycl.serve.offline.prediction_files import answered, records_of
-    from raycl.serve.offline.prediction_tables import check_output, write_table
+    from raycl.serve.offline.prediction_files import answered, check_output, records_of, write_table
     from raycl.storage import Storage
 
     log_to_stderr(options)

@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the recommendation."""
-    from raycl.operations.advise.advice import Case, advise
-    from raycl.operations.advise.studies import read_study
+    from raycl.operations.advise.advice import Case, advise, read_study
 
     kind, size = options.kind, options.size
     words = []

@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.operations.report.phase_summaries import has_attention, has_routing
     from raycl.operations.report.plots import attention_figure, matrix_figure, save_png
     from raycl.operations.report.router_plots import router_figure
-    from raycl.operations.report.run_comparison import compare, runs_to_csv, to_csv
-    from raycl.operations.report.seed_matrix import matrices_to_csv, seed_matrices
+    from raycl.operations.report.run_comparison import compare, matrices_to_csv, runs_to_csv, seed_matrices, to_csv
     from raycl.operations.report.tables import comparison_table, mean_matrix_table, routing_comparison, tables_of
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
 

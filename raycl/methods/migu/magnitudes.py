@@ -15,8 +15,7 @@ from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.methods.migu.clusters import CoMagnitude
 from raycl.methods.migu.observed_layers import LayerUnits, Layout, layout_of_outputs, observed_layers
-from raycl.methods.migu.row_selection import by_size
-from raycl.methods.migu.summary import packed_rows
+from raycl.methods.migu.row_selection import by_size, packed_rows
 from raycl.types import Batch
 
 T = TypeVar("T")

@@ -27,8 +27,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import short_names
 from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.phase_summaries import AttentionWeights
-from raycl.operations.report.run_comparison import Spread, labels
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.run_comparison import SeedMatrix, Spread, labels, seed_matrices
 from raycl.operations.report.tables import points
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")

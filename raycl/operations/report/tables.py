@@ -44,8 +44,15 @@ from raycl.operations.report.phase_summaries import (
     has_routing,
     mean_of,
 )
-from raycl.operations.report.run_comparison import Line, Spread, grouped, has_published, points_of
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.run_comparison import (
+    Line,
+    SeedMatrix,
+    Spread,
+    grouped,
+    has_published,
+    points_of,
+    seed_matrices,
+)
 from raycl.text_tables import grid, render
 
 NOTHING = "–"

@@ -39,10 +39,17 @@ from raycl.generation.requests import (
 )
 from raycl.generation.task_prompts import route_batch
 from raycl.scoring.scored_task import recorded_settings
-from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
+from raycl.serve.engine.engine_requests import (
+    CLOSED,
+    FAILURES,
+    EngineRequest,
+    heads_of,
+    is_last,
+    mixtures_of,
+    template_of,
+)
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
-from raycl.serve.engine.request_mixtures import heads_of, mixtures_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError, UnknownTextError
 from raycl.types import Capabilities, Mixture

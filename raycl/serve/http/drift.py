@@ -16,8 +16,7 @@ from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.gate.earlier_rows import stream_of
 from raycl.serve.http.schema import DriftAnswer, UnsureAnswer
-from raycl.serve.service.history import History
-from raycl.serve.service.served_counts import MOST_TASKS, OTHER_LABEL, TaskCounts
+from raycl.serve.service.history import MOST_TASKS, OTHER_LABEL, History, TaskCounts
 from raycl.serve.service.service import ServedAnswer, Service
 from raycl.types import Task
 

@@ -22,9 +22,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from raycl.data.sources.conversation import ROLES, text_of, with_tools
+from raycl.data.sources.conversation import ROLES, call_tree, calls_text, result_text, text_of, tools_text, with_tools
 from raycl.data.sources.conversation import Message as Turn
-from raycl.data.sources.tools import call_tree, calls_text, result_text, tools_text
 from raycl.errors import meant
 from raycl.serve.http.tool_calls import forced_schema
 

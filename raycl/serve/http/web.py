@@ -21,7 +21,6 @@ from raycl.serve.http.direct import DirectEndpoints, endpoints_of
 from raycl.serve.http.drift import add_drift, record
 from raycl.serve.http.examples import Examples
 from raycl.serve.http.request_selection import details_of, select, served_tasks
-from raycl.serve.http.response_counter import ResponseCounter
 from raycl.serve.http.schema import (
     AUTO,
     ActivateAnswer,
@@ -305,3 +304,26 @@ def _add_health(app: FastAPI, service: Service) -> None:
             return _Plain(body_of("the queue is full", "server_error"), 503)
         active = service.snapshot_manager.active.snapshot.number
         return JSONResponse({"status": "ready", "snapshot": active, "metrics": service.metrics_url})
+
+
+COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/classify")
+"""Paths of requests for answers; the playground asks for mixtures alone while a text is typed."""
+
+
+class ResponseCounter:
+    """ASGI middleware; an error inside a stream comes after its status, and is not counted as one."""
+
+    def __init__(self, app: Any, history: History) -> None:
+        self.app = app
+        self.history = history
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.history.add_response(message["status"])
+            await send(message)
+
+        counts = scope["type"] == "http" and scope["path"].endswith(COUNTED)
+        await self.app(scope, receive, counted if counts else send)

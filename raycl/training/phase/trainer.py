@@ -1,5 +1,7 @@
 """Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint."""
 
+from __future__ import annotations
+
 import logging
 import time
 from contextlib import ExitStack
@@ -11,16 +13,16 @@ from torch import Tensor
 
 from raycl.data.loader import Loader
 from raycl.errors import DivergedError
-from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
+from raycl.methods.base import Learned, Method, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import LEAST_TRIAL, Step, TaskContext
 from raycl.methods.modifier import Modifiers
+from raycl.methods.queries import bare_queries
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import NONE, Engine, OpenEngine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.gradient_check import GradientMaskCheck
-from raycl.training.phase.known_texts import learn_texts
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.phase.task_end import keep_learned
@@ -261,3 +263,14 @@ def begin_phase(data: PhaseData) -> None:
     if not data.resumed:
         data.context.schedule.begin(method)
     method.begin_task(data.phase, data)
+
+
+def learn_texts(method: Method, context: TaskContext) -> None:
+    """Add the phase's texts to `Method.bare`, where its router is to know them; the same on all workers."""
+    config, learner = method.config, method.learner
+    if not config.knows_texts or config.own_statistics or learner.task_id_given:
+        return
+    queries_ND = bare_queries(context, learner.backbone, learner.seed)
+    if len(queries_ND):
+        dev_MD = bare_queries(context, learner.backbone, learner.seed, "dev")
+        learner.bare.add(context.phase.name, queries_ND, dev_MD)

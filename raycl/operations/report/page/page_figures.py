@@ -23,8 +23,7 @@ from raycl.operations.report.plots import (
     new_figure,
 )
 from raycl.operations.report.router_plots import MARKERS
-from raycl.operations.report.run_comparison import Line, Spread, labels
-from raycl.operations.report.seed_matrix import SeedMatrix
+from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, labels
 from raycl.operations.report.verdicts import Verdict
 
 WIDTH, LEFT, ROW = 3.0, 2.6, 0.3

@@ -25,8 +25,7 @@ from raycl.operations.report.phase_summaries import RouterSummary, has_attention
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
 from raycl.operations.report.router_plots import confusion_figure, router_figure
 from raycl.operations.report.run_answers import answered_rows
-from raycl.operations.report.run_comparison import Line, compare, grouped
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.run_comparison import Line, SeedMatrix, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
     Page,

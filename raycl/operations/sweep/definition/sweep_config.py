@@ -22,8 +22,7 @@ from raycl.config import Section, Tree, trust
 from raycl.config.names import FolderName
 from raycl.config.unused import covering, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError
-from raycl.operations.sweep.definition.expressions import Expression, parse
-from raycl.operations.sweep.definition.measure import read_metric
+from raycl.operations.sweep.definition.expressions import Expression, parse, read_metric
 from raycl.operations.sweep.definition.space import Draw, Settings, crossed, in_order, key_of, planned
 from raycl.training.setup.run_config import RunConfig, from_tree
 

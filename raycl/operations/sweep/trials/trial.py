@@ -28,7 +28,7 @@ from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared, prepare
 from raycl.launch.ray_train import worker_resources
 from raycl.operations.report.matrix_picture import draw_matrix
-from raycl.operations.sweep.definition.measure import measured
+from raycl.operations.sweep.definition.expressions import measured
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
