@@ -5,8 +5,6 @@ leave at the end of their answers and the next prompts, of other tasks too, take
 a time, which need little padding; the common beginning of a task's rows is read once where their mixture is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 

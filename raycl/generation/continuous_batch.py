@@ -4,8 +4,6 @@ Evaluation takes whole answers to a long sequence of prompts (`answer_batch`); s
 decoded (`raycl.serve.engine.request_batch`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -5,8 +5,6 @@ OpenAI's (frequency and presence, over the tokens of the answer) and vLLM's (rep
 et al., 2019, section 4.1), in vLLM's order: bias, repetition, frequency, presence.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence

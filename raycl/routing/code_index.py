@@ -9,8 +9,6 @@ Of the sub-keys of many slots, on an accelerator every cosine is computed, howev
 one small matrix product. A CPU without FAISS does the same, only slower.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import numpy as np

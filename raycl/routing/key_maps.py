@@ -1,7 +1,5 @@
 """Keys for plots: the similarity of tasks' keys, and their positions in a plane."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discrim
 of the encoder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Answers of a run to test rows (`predictions/`), where its folder has them: texts, references, answers, scores."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A request's mixture is the router's, or the weights that the request pins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property

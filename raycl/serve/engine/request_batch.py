@@ -1,7 +1,5 @@
 """Requests in the running batch: each waits until its adapters fit, then its text is sent while it is decoded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

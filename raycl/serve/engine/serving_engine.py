@@ -5,8 +5,6 @@ decoded in one running batch that new ones join and finished ones leave, each ro
 different snapshots side by side.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import sys

@@ -1,7 +1,5 @@
 """Drift: the active snapshot's answers beside rows that its tasks were learned from, read by the same router."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Examples of the texts of served tasks, for the playground: rows of their data that they were not trained on."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

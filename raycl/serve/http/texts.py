@@ -1,7 +1,5 @@
 """The endpoints that answer with texts: OpenAI's chat and completions, whole or as a stream."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The endpoints: labels, routes, models, administration, health and the playground; `texts` has the others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

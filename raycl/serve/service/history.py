@@ -8,8 +8,6 @@ Labels, out-of-distribution scores and texts of no learned task are counted for 
 began to answer. The texts themselves are kept only where the setting `keep_unsure` asks for it.
 """
 
-from __future__ import annotations
-
 import heapq
 import os
 import socket

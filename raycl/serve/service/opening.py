@@ -1,7 +1,5 @@
 """Opens the service of a bank: backbone, engine and snapshots."""
 
-from __future__ import annotations
-
 import logging
 import queue
 

@@ -1,7 +1,5 @@
 """Snapshots of a bank: the one that should answer, and the parts of an open one: backbone, router, adapters, data."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

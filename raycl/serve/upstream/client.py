@@ -1,7 +1,5 @@
 """The engine behind the router: requests to it, its answers as they come, and what its failures become."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The endpoints in front of another engine: OpenAI's, with `model: auto` replaced by the adapter for the text."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import time
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Sections of a report's page: what the runs have numbers for, as pictures and tables."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
