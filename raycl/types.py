@@ -134,7 +134,6 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def first(self, count: int) -> Batch:
-        """Return the first examples."""
         cut = self._each(lambda tensor: tensor[:count])
         return replace(cut, texts=self.texts[:count], tasks=self.tasks[:count])
 

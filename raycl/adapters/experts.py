@@ -46,7 +46,6 @@ class FusedParameter:
 
     @property
     def path(self) -> str:
-        """Its path in the model."""
         return f"{self.module}.{self.name}"
 
     @property

@@ -140,7 +140,6 @@ class StackedLora(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of the base."""
         return self.base.bias  # type: ignore[return-value]
 
     def trainable(self) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,6 @@ class AdapterStack:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return next(self.model.parameters()).device
 
     # ---- loaded adapters: frozen, on the device --------------------------------------------------------------

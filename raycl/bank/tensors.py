@@ -175,7 +175,6 @@ class StoredAdapter(AdapterState):
 
     @property
     def rank(self) -> int:
-        """See `AdapterState`."""
         return max((self._tensors.shape(name)[0] for name in self._tensors if name.endswith(A)), default=0)
 
     def tensors(self) -> StoredTensors:

@@ -142,7 +142,6 @@ class AnswerBatch(ContinuousBatch[_Row]):
 
 
 def _one(mixture: Mixture | None, row: int) -> Mixture | None:
-    """Return the mixture of one row."""
     return None if mixture is None else Mixture(mixture.names, mixture.weights[row : row + 1])
 
 

@@ -55,7 +55,6 @@ class PlainFormatter(logging.Formatter):
     """Lines without characters that a terminal obeys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         return printable(super().format(record))
 
 

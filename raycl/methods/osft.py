@@ -225,7 +225,6 @@ class BlockSimilarity:
         self._real: dict[Side, Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
     def observe(self, block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:

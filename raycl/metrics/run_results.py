@@ -303,7 +303,6 @@ def method_of(result: Tree, settings: str = "") -> str:
 
 
 def stream_of(result: Tree) -> str:
-    """Return the name of the stream."""
     return str(result["stream"].get("name") or _name(result, "stream"))
 
 

@@ -153,7 +153,6 @@ class SlotRouter:
         return torch.arange(len(counts)).repeat_interleave(counts)
 
     def _owner_on(self, device: torch.device) -> Tensor:
-        """Return `owner` on the device of queries."""
         if self._owner is None or self._owner.device != device:
             self._owner = self.owner().to(device)
         return self._owner

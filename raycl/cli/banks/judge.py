@@ -15,7 +15,6 @@ from raycl.cli.commands import is_override, log_to_stderr, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "bank", metavar="BANK[@REF]", help="branch, tag, latest, number or hash of a snapshot; default: main"
     )

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_input(parser)
     parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
     parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")

@@ -14,7 +14,6 @@ from raycl.cli.commands import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "data", nargs="*", metavar="DATA", help="a folder or file for each task, or YAML as in stream.tasks"
     )

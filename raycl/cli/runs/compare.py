@@ -18,7 +18,6 @@ PAGE = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
     parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")

@@ -20,7 +20,6 @@ from raycl.cli.commands import note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "runs", nargs="+", help="run folder, folder of runs, results.json (path or URI), or files of --runs-csv"
     )

@@ -27,7 +27,6 @@ SETTINGS = """settings that matter first (all: --print-config, and docs/referenc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = SETTINGS
     parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")

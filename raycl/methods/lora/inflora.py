@@ -257,7 +257,6 @@ class ObservedInputs:
         self._real: dict[Side, Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
     def observe(self, path: str, linear: nn.Module, given: tuple[Tensor, ...]) -> None:

@@ -40,7 +40,6 @@ class ProbedModel:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks."""
         return self.runs[0].tasks
 
     def overlap(self, paths: Sequence[str]) -> list[list[float]]:

@@ -81,7 +81,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """Return the verdict as a sentence."""
         number = METRICS[self.measure]
         if self.difference is None:
             return f"Whether {self.first} or {self.second} is better cannot be told: they have no seed in common."

@@ -93,7 +93,6 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             self.rule.on_trial_complete(None, trial, results[-1])
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-        """Add a trial."""
         if self.rule is not None:
             self.rule.on_trial_add(tune_controller, trial)
 

@@ -83,7 +83,6 @@ class SweepOutcome:
     configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
 
     def row(self, number: int) -> TrialRow:
-        """Return a trial."""
         return next(row for row in self.rows if row.number == number)
 
     @property

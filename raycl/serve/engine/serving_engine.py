@@ -167,7 +167,6 @@ class ServingEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the backbone."""
         return self.model.backbone.capabilities
 
     @property

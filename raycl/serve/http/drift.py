@@ -119,7 +119,6 @@ def record(
 
 
 def add_drift(app: FastAPI, service: Service, history: History) -> None:
-    """Add the endpoints of drift."""
     training = TrainingCounts(service)
 
     @app.get("/v1/drift", response_model=None, responses={200: {"model": DriftAnswer}})

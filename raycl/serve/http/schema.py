@@ -359,7 +359,6 @@ class ChatMessage(Wire):
 
     @property
     def text(self) -> str:
-        """The text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
@@ -420,7 +419,6 @@ class ChatRequest(Generation):
 
     @property
     def top(self) -> int | None:
-        """See `Generation`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -482,7 +480,6 @@ class CompletionRequest(Generation):
 
     @property
     def top(self) -> int | None:
-        """See `Generation`."""
         return self.logprobs
 
     @property
@@ -506,7 +503,6 @@ class ClassifyRequest(Request):
 
     @property
     def texts(self) -> list[str]:
-        """All texts."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 

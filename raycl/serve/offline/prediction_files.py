@@ -212,7 +212,6 @@ class PredictionProgress:
         self._began = self._logged = time.monotonic()
 
     def add(self, rows: int) -> None:
-        """Add counts."""
         self.rows += rows
         now = time.monotonic()
         if now - self._logged >= LOG_EVERY_S:

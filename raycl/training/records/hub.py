@@ -116,7 +116,6 @@ def cause_of(error: BaseException) -> str:
 
 
 def on_hub(address: str) -> bool:
-    """Return whether an address is one of the hub."""
     return address.startswith(HUB)
 
 

@@ -34,7 +34,6 @@ class TensorBoardTracker:
         self._opened("task", task).add_text(name, "\n".join([text[0], "|" + "---|" * len(columns), *text[1:]]), task)
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         with Image.open(file) as image:
             pixels = np.asarray(image.convert("RGB"))
         self._opened("task", task).add_image(name, pixels, task, dataformats="HWC")

@@ -43,7 +43,6 @@ class TrackioTracker:
         self._run.log({name: data}, step=task)
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         self._run.log({name: self._trackio.Image(str(file))}, step=task)
 
     def close(self, failed: bool = False) -> None:

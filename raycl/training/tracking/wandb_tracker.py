@@ -61,7 +61,6 @@ class WandbTracker:
         self._record("task", task, {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         self._record("task", task, {name: wandb.Image(str(file))})
 
     def _record(self, axis: Axis, at: int, values: dict[str, Any]) -> None:

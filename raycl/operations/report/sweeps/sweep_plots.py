@@ -212,7 +212,6 @@ def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Return whether all values are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
