@@ -40,7 +40,7 @@ LEARNERS: dict[str, str] = {
     "progprompt": "raycl.methods.prompts.progprompt:ProgPrompt",
     "saber": "raycl.methods.prompts.saber:Saber",
     "mocl": "raycl.methods.prompts.mocl:Mocl",
-    "idbr": "raycl.methods.replay.idbr.idbr:Idbr",
+    "idbr": "raycl.methods.replay.idbr:Idbr",
     "lfpt5": "raycl.methods.prompts.lfpt5:Lfpt5",
     "epi": "raycl.methods.prompts.epi:Epi",
     "slm": "raycl.methods.slm.slm:Slm",

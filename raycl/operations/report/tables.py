@@ -53,7 +53,7 @@ from raycl.operations.report.run_comparison import (
     points_of,
     seed_matrices,
 )
-from raycl.text_tables import grid, render
+from raycl.text_tables import edgeless, grid, render
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -429,3 +429,19 @@ def _duration(spread: Spread | None) -> str:
 
 def _heads(tasks: Collection[str]) -> list[str]:
     return short_names(list(tasks), 14 if len(tasks) <= 6 else 8)
+
+
+TITLES = {"helpful": "instruction following", "harmless": "safety"}
+
+
+def judged_table(tree: Tree) -> str:
+    """Return percent of wins, ties and losses, and the delta with its 95 % interval, in points."""
+    table = edgeless(("", "prompts", "prompts won", "tied", "lost", "delta", "95 % interval"))
+    for aspect, scores in tree["scores"].items():
+        for name, score in scores.items():
+            title = TITLES[aspect] if name == "all" else f"  {name}"
+            shares = [f"{score[key]:.1f}" for key in ("win", "tie", "loss")]
+            limits = f"{score['low']:+.1f} to {score['high']:+.1f}"
+            table.add_row(title, f"{score['prompts']:,}", *shares, f"{score['delta']:+.1f}", limits)
+    judge = tree["judge"]
+    return render(Group(Text(f"against the backbone without adapters, judged by {judge['model']}"), table))
