@@ -189,11 +189,8 @@ def _ends_alone(model: Any) -> Iterator[None]:
     if block is None:
         yield
         return
-    handle = block.register_forward_pre_hook(_last_position)
-    try:
+    with block.register_forward_pre_hook(_last_position):
         yield
-    finally:
-        handle.remove()
 
 
 def _last_position(block: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

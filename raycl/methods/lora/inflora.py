@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -270,9 +270,7 @@ class ObservedInputs:
 def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
     """Observe the inputs of these linears while the context is open."""
     inputs = ObservedInputs(backbone, layers)
-    hooks = [layer.register_forward_pre_hook(partial(inputs.observe, path)) for path, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(inputs.observe, path)))
         yield inputs
-    finally:
-        for item in hooks:
-            item.remove()

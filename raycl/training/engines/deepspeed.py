@@ -25,7 +25,7 @@ from raycl.methods.capabilities import Constraint
 from raycl.methods.modifier import Modifiers
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.engines.compilation import layers
-from raycl.training.engines.engine import NO_RATES, NONE, Share, Transform
+from raycl.training.engines.engine import NO_RATES, NONE, Engine, Share, Transform
 from raycl.training.optimizers.base import OptimizerKind, ParameterSpec
 from raycl.training.optimizers.parameters import advance, groups_of, schedule, specs_of
 from raycl.training.optimizers.registry import optimizer_kind
@@ -51,7 +51,7 @@ def _library(world: DistributedContext) -> Any:
     return deepspeed
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """One stage's DeepSpeed engine."""
 
     def __init__(
@@ -215,7 +215,6 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step will use."""
         return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -17,20 +17,6 @@ from raycl.operations.report.plots import MOST_PANELS, matrix_figure
 Make = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(plots, "save_png", keep)
-    return figures
-
-
 def test_names_with_dollars_are_no_formulas(tmp_path: Path, make_result: Make) -> None:
     result = make_result("$x_$")
     result["stream"]["tasks"] = result["phases"] = ["$x_$", "a$\\frac$", "c"]

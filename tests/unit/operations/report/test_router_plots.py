@@ -25,20 +25,6 @@ Make = Callable[..., dict[str, Any]]
 TASKS = ["agnews", "dbpedia", "yahoo"]
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(plots, "save_png", keep)
-    return figures
-
-
 def panels(figure: Figure, run: int = 0) -> tuple[Axes, Axes, Axes]:
     """Return heat map, plane and bars of a run; between the first two stands the colour scale."""
     heat, _scale, plane, bars = figure.axes[4 * run : 4 * run + 4]

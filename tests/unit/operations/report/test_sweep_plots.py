@@ -16,20 +16,6 @@ from raycl.operations.report.sweeps.sweep_plots import parallel_figure, pareto_f
 Settings = dict[str, Any]
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(plots, "save_png", keep)
-    return figures
-
-
 def summary_of(*trials: tuple[Settings, list[float]]) -> dict[str, Any]:
     rows = [
         {"number": number, "settings": settings, "scores": scores, "state": "done"}
