@@ -130,7 +130,6 @@ class Batch:
     input_mask: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch on `device`."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def first(self, count: int) -> Batch:

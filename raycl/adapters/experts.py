@@ -50,7 +50,6 @@ class FusedParameter:
 
     @property
     def linears(self) -> list[str]:
-        """The paths of its experts' linears."""
         return [f"{self.path}[{number}]" for number in range(self.experts)]
 
 

@@ -122,7 +122,6 @@ def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module of a command."""
     return import_module(COMMANDS[name].module)
 
 

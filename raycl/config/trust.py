@@ -125,7 +125,6 @@ class Server(NamedTuple):
 
     @property
     def address(self) -> str:
-        """An address that names the server."""
         query = f"?{urlencode(self.query, safe=':/')}" if self.query else ""
         return f"{self.kind}://{self.host}{query}" if self.kind else self.host
 

@@ -119,7 +119,6 @@ class Bars(logging.Handler):
         self._progress.update(self._ids[bar.what], completed=bar.done, total=bar.total)
 
     def close(self) -> None:
-        """Remove the bars."""
         self._progress.stop()
         super().close()
 

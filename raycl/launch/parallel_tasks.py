@@ -207,7 +207,6 @@ class TaskSchedule:
         return all(other.phase > part.phase for other in needed)
 
     def end(self, part: TaskPart, failed: bool = False) -> None:
-        """Record that a part is over."""
         self.running.remove(part)
         if failed:
             self.failed.append(part)

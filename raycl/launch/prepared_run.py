@@ -57,7 +57,6 @@ class Prepared:
 
     @property
     def info(self) -> RunInfo:
-        """The identity of the run."""
         return run_config.info_of(self.config, self.singles, self.replaces)
 
     @property

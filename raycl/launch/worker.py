@@ -261,7 +261,6 @@ class RunLog(logging.Handler):
         self._text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a line."""
         self._text += self.format(record) + "\n"
         self.storage.write(self.name_on_storage, self._text.encode())
 

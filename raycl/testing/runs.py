@@ -152,7 +152,6 @@ class Lab:
         return {"name": method} if isinstance(method, str) else dict(method)
 
     def config(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> RunConfig:
-        """Return the same, validated."""
         return configs.validate(RunConfig, self.tree(kind, method, engine, **sections))
 
 

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the recommendation."""
     from raycl.operations.advise.advice import Case, advise, read_study
 
     kind, size = options.kind, options.size

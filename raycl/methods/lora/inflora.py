@@ -94,7 +94,6 @@ class Subspace:
 
     @staticmethod
     def empty(inputs: int) -> Subspace:
-        """Return the subspace of no task."""
         return Subspace(torch.zeros(inputs, 0, dtype=torch.float64))
 
     def without(self, values_DN: Tensor) -> Tensor:

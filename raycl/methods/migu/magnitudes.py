@@ -100,7 +100,6 @@ class OutputMagnitudes:
             self._tokens.clear()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for remove in self._hook_removers:
             remove()
         self._hook_removers.clear()

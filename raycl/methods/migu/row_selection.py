@@ -212,7 +212,6 @@ class RowCounts:
         }
 
     def load(self, summary: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore `summary` and `tensors`."""
         self.summary = summary
         if "counts" in tensors:
             self._counts, self._squared_norms = tensors["counts"].clone(), tensors["squared_norms"].clone()

@@ -67,7 +67,6 @@ class Measured:
 
     @property
     def ap(self) -> Spread:
-        """Average performance."""
         return self.numbers["ap"]
 
 

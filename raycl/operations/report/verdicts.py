@@ -97,7 +97,6 @@ class Verdict:
 
     @property
     def tree(self) -> Tree:
-        """Return it as plain values."""
         known = self.difference
         low, high = (known.interval if known else None) or (None, None)
         return {

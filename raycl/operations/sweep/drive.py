@@ -115,7 +115,6 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Remove a finished trial."""
         self._count()
         if self.rule is not None and SCORE in result:
             self.rule.on_trial_complete(tune_controller, trial, result)

@@ -87,7 +87,6 @@ class SweepOutcome:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Errors of trials that failed."""
         return {row.number: row.error or "" for row in self.rows if row.state == "failed"}
 
     @property
@@ -146,7 +145,6 @@ def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome
 
 
 def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> TrialRow:
-    """Read a trial from its folder."""
     state, reached = folder.state(number, tasks)
     results, records = folder.results(number), reached.phases
     error = folder.error(number) if state == "failed" else None

@@ -172,7 +172,6 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         return super().keep(going)
 
     def drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
         self.joining = [ready for ready in self.joining if not ready.request.cancelled]
         self.keep([number for number, row in enumerate(self.rows) if not row.request.cancelled])
 

@@ -171,7 +171,6 @@ class ServingEngine:
 
     @property
     def codec(self) -> HFCodec:
-        """The tokenizer of the backbone."""
         return self.model.backbone.codec
 
     @property
@@ -257,7 +256,6 @@ class ServingEngine:
         self._texts.clear()
 
     def _drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
         gone = [request for request in (*self._waiting, *self._texts.requests) if request.cancelled]
         if gone:
             self._waiting = [request for request in self._waiting if not request.cancelled]

@@ -66,11 +66,9 @@ class Neutral:
         self.values = (None, *values)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check the value."""
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """List the values."""
         return {"enum": list(self.values), "description": "not supported: left out, or one of these"}
 
     def _check(self, value: Any) -> Any:
@@ -86,12 +84,10 @@ class NullIs:
         self.default = default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Replace null."""
         inner = handler(source)
         return core_schema.no_info_before_validator_function(lambda v: self.default if v is None else v, inner)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Allow null."""
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
 

@@ -55,8 +55,6 @@ class GenerationOptions:
 
 
 def add_texts(app: FastAPI, service: Service, history: History) -> None:
-    """Add both endpoints."""
-
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""

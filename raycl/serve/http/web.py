@@ -223,6 +223,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ListedModel}})
     def model(name: str) -> Response:
+        """Return a model by name."""
         matching = [entry for entry in names() if entry["id"] == name]
         if not matching:
             raise NotFoundError(f"model '{name}' does not exist: GET /v1/models lists all")

@@ -141,7 +141,6 @@ class ServedCounts:
         return [asdict(once[text]) for text in dict.fromkeys(entry[2].text for entry in listed)]
 
     def tree(self) -> dict[str, Any]:
-        """Return the counts as JSON."""
         return {task: vars(counts) for task, counts in self.tasks.items()}
 
 

@@ -107,6 +107,5 @@ def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
 
 
 def close_service(service: Service) -> None:
-    """Stop its threads."""
     service.snapshot_manager.close()
     service.engine.close()

@@ -322,6 +322,5 @@ class SnapshotManager:
         self.problem = message
 
     def close(self) -> None:
-        """Stop watching."""
         self._stopped.set()
         self._thread.join(timeout=30)

@@ -206,7 +206,6 @@ class TorchEngine(Engine):
         return _laid_out_as(self.parts[name], value)
 
     def _norm(self) -> Tensor:
-        """Return the norm of the full gradient."""
         return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
@@ -315,7 +314,6 @@ class TorchEngine(Engine):
         advance(self.schedule, steps)
 
     def close(self) -> None:
-        """Drop the optimizer."""
         self.buckets.close()
         self.optimizer.state.clear()
         self._clear_gradients()

@@ -112,7 +112,6 @@ class Recorder:
             self.journal.go_back(checkpoint_names, phases)
 
     def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
-        """Record an optimizer step."""
         if self.trace is None:
             return
         self.trace.add(phase, step, result, seconds)

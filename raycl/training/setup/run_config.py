@@ -254,7 +254,6 @@ def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
 
 
 def default_directory() -> str:
-    """Return the default folder of runs."""
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 

@@ -23,7 +23,6 @@ class TensorBoardTracker:
         self._writers: dict[Axis, SummaryWriter] = {}
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         for name, value in metrics.items():
             self._opened(axis, at).add_scalar(name, value, at)
 

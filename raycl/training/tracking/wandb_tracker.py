@@ -53,11 +53,9 @@ class WandbTracker:
             self._run.define_metric(names, step_metric=axis)
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         self._record(axis, at, metrics)
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table of wandb's."""
         self._record("task", task, {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def picture(self, task: int, name: str, file: Path) -> None:

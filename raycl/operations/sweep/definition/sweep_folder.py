@@ -53,7 +53,6 @@ class SweepFolder:
         return f"{self.name}-{number:04d}"
 
     def run(self, number: int) -> Storage:
-        """Return a trial's run folder."""
         return self.storage.sub(f"trials/{self.run_name(number)}")
 
     def prefix(self, key: str) -> Storage:
