@@ -36,7 +36,7 @@ from raycl.training.records.recorder import Listeners
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.tracking.tracker import Tracker
+from raycl.training.tracking.trackers import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 

@@ -23,8 +23,16 @@ from raycl.metrics.paired_comparison import (
     difference,
     holm,
 )
-from raycl.metrics.run_results import METRICS, backbone_of, method_of, metric_of, stream_of, tasks_of, values_of
-from raycl.operations.report.run_answers import row_scores
+from raycl.metrics.run_results import (
+    METRICS,
+    backbone_of,
+    method_of,
+    metric_of,
+    row_scores,
+    stream_of,
+    tasks_of,
+    values_of,
+)
 from raycl.operations.report.run_comparison import grouped
 from raycl.operations.report.tables import NOTHING, Page
 from raycl.text_tables import grid

@@ -17,8 +17,7 @@ from raycl.operations.report.sweeps.sweep_plots import figures_of, sensitivity_f
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
 from raycl.operations.report.tables import Page
 from raycl.operations.sweep.definition.expressions import measured
-from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
 from raycl.storage import Storage
 from raycl.training.records.results import wall_seconds

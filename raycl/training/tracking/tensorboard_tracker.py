@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from raycl.config import tree_to_yaml
-from raycl.training.tracking.tracker import Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import Axis, Cell, TrackedRun
 
 
 class TensorBoardTracker:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 
 class TrackioTracker:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from raycl.errors import ConfigError
-from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 log: logging.Logger = logging.getLogger("raycl")
 

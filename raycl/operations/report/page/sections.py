@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from raycl.config import Tree, flatten
-from raycl.metrics.run_results import FOLDER, short_names, tasks_of, title_of
+from raycl.metrics.run_results import FOLDER, answered_rows, short_names, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     curves_figure,
@@ -22,7 +22,6 @@ from raycl.operations.report.page.page_figures import (
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
 from raycl.operations.report.router_plots import confusion_figure, router_figure
-from raycl.operations.report.run_answers import answered_rows
 from raycl.operations.report.run_comparison import Line, SeedMatrix, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,

@@ -23,8 +23,7 @@ from raycl.operations.report.sweeps.sweep_plots import (
     sensitivity_figure,
 )
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table, text
-from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto, write_outcome
 from raycl.storage.records import hashed
