@@ -37,9 +37,8 @@ from raycl.data.benchmarks import builtin
 from raycl.errors import RunError
 from raycl.launch import driver
 from raycl.launch.local import work_here
-from raycl.launch.parallel_tasks import learn_at_once, parts_of
+from raycl.launch.parallel_tasks import TaskSchedule, learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, prepare
-from raycl.launch.task_schedule import TaskSchedule
 from raycl.training.assembly import build
 from raycl.training.definition.job import Resources, TaskPart
 from raycl.training.setup.run_config import RunConfig

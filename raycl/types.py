@@ -28,7 +28,7 @@ COPY = ".lora_copy"
 Activation = Annotated[str, StringConstraints(pattern=r"^(relu|softmax|self\([a-z0-9_=.,+-]+\))?$")]
 """The function between A and B of an adapter: "", none (a weight increment, LoRA); relu, a non-linearity (a
 bottleneck); softmax, that of attention, for which A holds keys and B values of learned positions (a prefix); or
-self(...), for which they are those of a memory (`raycl.adapters.self_activation`)."""
+self(...), for which they are those of a memory (`raycl.adapters.formula`)."""
 
 PromptName = Literal["auto", "superni", "long", "olora", "llama2_chat", "trace", "chat", "plain"]
 """The prompt around the texts of a task: the wording of a paper, a chat template, or none."""
@@ -130,11 +130,9 @@ class Batch:
     input_mask: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the same batch on `device`."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def first(self, count: int) -> Batch:
-        """Return the first examples."""
         cut = self._each(lambda tensor: tensor[:count])
         return replace(cut, texts=self.texts[:count], tasks=self.tasks[:count])
 

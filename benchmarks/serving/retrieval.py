@@ -22,9 +22,8 @@ from benchmarks.growth import GrownSlm, steps_s
 from benchmarks.serving.banks import LIMITS_MS, WIDTH, drawn_router
 from benchmarks.streams.stream import default_models
 from raycl.backbone import BackboneConfig, load_backbone, load_codec
-from raycl.routing.code_index import search_threads
+from raycl.routing.code_index import KeyIndex, search_threads
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig, cosines, learn_keys, split_groups
 from raycl.routing.slots import KINDS, SlotRouter
 

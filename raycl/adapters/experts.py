@@ -46,12 +46,10 @@ class FusedParameter:
 
     @property
     def path(self) -> str:
-        """Its path in the model."""
         return f"{self.module}.{self.name}"
 
     @property
     def linears(self) -> list[str]:
-        """The paths of its experts' linears."""
         return [f"{self.path}[{number}]" for number in range(self.experts)]
 
 

@@ -47,7 +47,6 @@ class RowTable:
         self._pins[name] += 1
 
     def unpin(self, name: str) -> None:
-        """Remove a pin."""
         assert self._pins[name] > 0, f"'{name}' is not pinned"
         self._pins[name] -= 1
 

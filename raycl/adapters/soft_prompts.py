@@ -138,7 +138,6 @@ class MixedPrompts(nn.Module):
                     layer.data.zero_()
 
     def end_training(self) -> None:
-        """Drop the prompts in training."""
         for name in ("trainable", "gate", *MLP):
             setattr(self, name, None)
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from raycl.adapters.copied import CopiedModule
 from raycl.adapters.experts import PATH, StackedExperts
+from raycl.adapters.formula import SelfActivation
 from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.layer import (
     AttentionQueries,
+    CopiedModule,
     StackedLora,
     TrainedUpdate,
     adapted_norms,
@@ -28,7 +29,6 @@ from raycl.adapters.layer import (
 )
 from raycl.adapters.plan import MixturePlan, gate_of, neighbours, own_form
 from raycl.adapters.rows import RowPool, RowTable, StaticRows
-from raycl.adapters.self_activation import SelfActivation
 from raycl.adapters.state import check_alone, check_copies, check_fits
 from raycl.errors import AdapterError
 from raycl.types import COPY, Activation, AdapterState, Mixture
@@ -179,7 +179,6 @@ class AdapterStack:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return next(self.model.parameters()).device
 
     # ---- loaded adapters: frozen, on the device --------------------------------------------------------------
@@ -408,7 +407,7 @@ class AdapterStack:
             mixture: None for the bare backbone.
             copies: sequences per example in generation (beams x samples).
             examples: `[P, S]` example of each position, where examples share rows.
-            static: rows at fixed addresses (`preallocate`), which nothing else uses meanwhile; None: of any number.
+            static: rows at fixed addresses, which nothing else uses meanwhile; None: of any number.
             head_rule: how label heads are mixed; None: as each head was made.
 
         Raises:
@@ -499,19 +498,6 @@ class AdapterStack:
         plan.index = neighbours(flat[order])
         if not weights.requires_grad:
             plan.own = own_form(weights, owners, rows)
-
-    def preallocate(self, rows: int, sequences: int) -> StaticRows:
-        """Return rows for inference at fixed shapes (`activate`), for torch.compile and CUDA graphs.
-
-        Args:
-            rows: sum of the ranks of all adapters that one batch may use.
-            sequences: rows of a batch, beams and samples included.
-        """
-        assert not self.trainable, "adapters in training change shape: preallocate for inference only"
-        scaled = list(self.layers) if any(state.magnitudes for state in self.states.values()) else []
-        return StaticRows(
-            self.pool, rows, sequences, scaled, [name for name in self.states if self.states[name].copies]
-        )
 
     def detach(self) -> None:
         """Put the model's own linears back."""

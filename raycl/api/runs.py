@@ -23,7 +23,7 @@ from raycl.launch.prepared_run import Prepared
 from raycl.methods.registry import DEFAULT_METHOD
 from raycl.metrics.run_results import method_of, metric_of, read_results, tasks_of, values_of
 from raycl.operations.report.matrix_picture import draw_matrix
-from raycl.operations.report.plots import heatmaps
+from raycl.operations.report.plots import matrix_figure, save_png
 from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -237,7 +237,7 @@ class Run:
             PosixPath('first.png')
         """
         folder = f"{self._storage.path()}/" if self._storage.is_local else ""
-        return heatmaps([self.results], path or f"{folder}matrix.png")
+        return save_png(matrix_figure([self.results]), path or f"{folder}matrix.png")
 
     def _repr_png_(self) -> bytes | None:
         """Return the matrix as a picture, where a notebook shows the run; None: no task is finished yet."""
@@ -246,7 +246,7 @@ class Run:
         except RunError:
             return None
         with TemporaryDirectory() as folder:
-            return heatmaps([results], f"{folder}/matrix.png").read_bytes()
+            return save_png(matrix_figure([results]), f"{folder}/matrix.png").read_bytes()
 
     @property
     def _directory(self) -> Storage:

@@ -96,9 +96,7 @@ class Head(Protocol):
 
     labels: list[str]
 
-    def grow(self, labels: Sequence[str]) -> None:
-        """Add labels."""
-        ...
+    def grow(self, labels: Sequence[str]) -> None: ...
 
     def clear(self) -> None:
         """Forget every label."""
@@ -187,7 +185,6 @@ class Backbone(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
         return next(self.parameters()).device
 
     def precision(self) -> AbstractContextManager[object]:

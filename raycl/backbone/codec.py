@@ -1,8 +1,6 @@
 """Text to token ids and back with a Hugging Face fast tokenizer (the `TextCodec` of `raycl.types`), and the kinds of
 backbone that it is for."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

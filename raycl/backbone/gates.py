@@ -7,7 +7,7 @@ Layers without an open gate are unchanged; a gate is called in each pass with th
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -31,12 +31,10 @@ def attach(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> list[RemovableH
 @contextmanager
 def gated(model: nn.Module, gates: Mapping[GatePoint, Gate]) -> Iterator[None]:
     """Open gates for everything that runs inside: forward, backward with its recomputation, generation."""
-    handles = attach(model, gates)
-    try:
+    with ExitStack() as hooks:
+        for handle in attach(model, gates):
+            hooks.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hooked(module: nn.Module, side: GateSide, gate: Gate) -> RemovableHandle:

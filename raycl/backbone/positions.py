@@ -71,11 +71,8 @@ def logits_at(model: Any, chosen_BS: Tensor, inputs: dict[str, Any], every_posit
         was_cut = True
         return (_picked(given[0], index_M)[None], *given[1:])
 
-    handle = layer.register_forward_pre_hook(cut)
-    try:
+    with layer.register_forward_pre_hook(cut):
         logits = model(**inputs).logits
-    finally:
-        handle.remove()
     return logits[0] if was_cut else _picked(logits, index_M)
 
 

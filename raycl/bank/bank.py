@@ -231,7 +231,6 @@ class Bank:
         return data
 
     def read_objects(self, wanted: Sequence[NamedObject]) -> list[Buffer]:
-        """See `ObjectReader`."""
         return [self.read_object(info, what) for what, info in wanted]
 
     def put(self, tensors: Mapping[str, Tensor]) -> ObjectInfo:

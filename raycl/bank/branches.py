@@ -315,7 +315,6 @@ def branch_of(file: str, folder: str) -> str | None:
 
 
 def is_branch_name(name: str) -> bool:
-    """Return whether `check_branch` takes it."""
     try:
         check_branch(name)
     except BankError:

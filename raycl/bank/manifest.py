@@ -254,7 +254,6 @@ class Snapshot(Section):
 
     @property
     def sha256(self) -> str:
-        """The hash of the record."""
         return hashlib.sha256(dump(self)).hexdigest()
 
     def same_content(self, other: Snapshot) -> bool:

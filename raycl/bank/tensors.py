@@ -144,18 +144,15 @@ class StoredAdapter(AdapterState):
 
     @property
     def linears(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """See `AdapterState`."""
         paths = [name.removesuffix(A) for name in self._tensors if name.endswith(A)]
         return {path: (self._tensors[path + A], self._tensors[path + B]) for path in paths}
 
     @property
     def magnitudes(self) -> dict[str, Tensor]:
-        """See `AdapterState`."""
         return {name.removesuffix(MAGNITUDE): self._tensors[name] for name in self._tensors if name.endswith(MAGNITUDE)}
 
     @property
     def copies(self) -> dict[str, Tensor]:
-        """See `AdapterState`."""
         return {name.removesuffix(COPY): self._tensors[name] for name in self._tensors if name.endswith(COPY)}
 
     @cached_property
@@ -165,17 +162,14 @@ class StoredAdapter(AdapterState):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """See `AdapterState`."""
         return self._tensors.get(HEAD_WEIGHT)
 
     @property
     def head_bias(self) -> Tensor | None:
-        """See `AdapterState`."""
         return self._tensors.get(HEAD_BIAS)
 
     @property
     def rank(self) -> int:
-        """See `AdapterState`."""
         return max((self._tensors.shape(name)[0] for name in self._tensors if name.endswith(A)), default=0)
 
     def tensors(self) -> StoredTensors:

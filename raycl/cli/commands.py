@@ -116,13 +116,12 @@ def _allowed(options: argparse.Namespace) -> AbstractContextManager[None]:
     names = vars(options).get("allow_env")
     if not names:
         return nullcontext()
-    from raycl.config.environment import allowing
+    from raycl.config.sections import allowing
 
     return allowing(names)
 
 
 def load(name: str) -> Any:
-    """Return the module of a command."""
     return import_module(COMMANDS[name].module)
 
 

@@ -37,7 +37,6 @@ SHOWN = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "action",
         choices=("check", "labels"),

@@ -11,27 +11,34 @@ default; `\\${` is a literal `${`.
 
 A file may begin with another one: `extends: base.yaml`, relative to its own folder. What it writes is laid over that
 file's tree as overrides are: mappings key by key, all else replaced (`assignment.overlay`).
+
+Of environment variables, `${oc.env:NAME}` reads folders of data and models alone, and what the command allows by name:
+a config of another author could put any variable, a key for example, into an address that the run sends requests to.
 """
 
 import difflib
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from omegaconf.resolvers import oc
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from raycl.config import trainer_names
 from raycl.config.assignment import Tree, apply_override, name_of, one_line, overlay, without_name
-from raycl.config.choices import UNKNOWN, choice_in
-from raycl.config.environment import reading
 from raycl.errors import ConfigError, meant
+from raycl.plugins import Names
 
 
 def _absolute(path: str) -> str:
@@ -363,3 +370,94 @@ def _escape(value: Any) -> Any:
     if isinstance(value, list):
         return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+UNKNOWN = "unknown_choice"
+"""Type of pydantic's error for a name that is neither built in nor of a package."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An annotation of a union of built-in sections: a name that is none of theirs is looked up in packages.
+
+    Attributes:
+        names: all that can be chosen.
+        section_of: name -> settings class; called with names of packages alone.
+    """
+
+    names: Names
+    section_of: Callable[[str], type[BaseModel]]
+
+    def section(self, name: object) -> type[BaseModel] | None:
+        """Return the settings class of a name of a package; None for built-in names and unknown ones.
+
+        Raises:
+            PluginError: the package cannot be used.
+        """
+        if not isinstance(name, str) or name in self.names.builtin or name not in self.names:
+            return None
+        return self.section_of(name)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._validated, handler(source))
+
+    def _validated(self, value: Any, handler: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        tree = dict(value) if isinstance(value, BaseModel) else value
+        name = tree.get("name") if isinstance(tree, dict) else None
+        section = self.section(name)
+        if section is not None:
+            return section.model_validate(value)
+        if isinstance(name, str) and name not in self.names.builtin:
+            raise PydanticCustomError(UNKNOWN, "{hint}", {"name": name, "hint": meant(name, self.names)})
+        return handler(value)
+
+
+def choice_in(field: FieldInfo) -> Choice | None:
+    """Return the choice in a field's annotation, or in that of its items; None: there is none."""
+    parts = [*field.metadata, *_parts(field.annotation)]
+    return next((part for part in parts if isinstance(part, Choice)), None)
+
+
+def _parts(annotation: Any) -> list[Any]:
+    return [annotation, *(part for argument in get_args(annotation) for part in _parts(argument))]
+
+
+ALWAYS = ("RAYCL_DATA", "RAYCL_MODELS")
+"""The variables of data and models in the shipped configs."""
+
+_allowed: ContextVar[Collection[str]] = ContextVar("allowed environment variables", default=())
+_lock = threading.Lock()
+
+
+@contextmanager
+def allowing(names: Collection[str]) -> Iterator[None]:
+    """Allow config files to read these variables as well."""
+    token = _allowed.set((*_allowed.get(), *names))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+@contextmanager
+def reading(files: bool) -> Iterator[None]:
+    """Restrict OmegaConf to the environment variables that are allowed.
+
+    Args:
+        files: the command named the config; False: it is a record, which reads no variable at all.
+    """
+    names = (*ALWAYS, *_allowed.get()) if files else ()
+
+    def read(name: str, *default: Any) -> str | None:
+        if name not in names:
+            expected = f"expected {', '.join(names)}, or add --allow-env {name}" if files else "a record has none"
+            raise ConfigError(f"it reads the environment variable '{name}', which may be a secret: {expected}")
+        value: str | None = oc.env(name, *default)
+        return value
+
+    with _lock:  # OmegaConf's resolvers are global to the process
+        OmegaConf.register_resolver("oc.env", read, replace=True)
+        try:
+            yield
+        finally:
+            OmegaConf.register_resolver("oc.env", oc.env, replace=True)

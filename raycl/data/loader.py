@@ -243,7 +243,6 @@ class Collate:
         return [(table.task, table.texts([place])[0]) for table, place in map(self._place, rows.tolist())]
 
     def named(self, rows: Sequence[int]) -> list[str]:
-        """See `Loader.named`."""
         places = map(self._place, rows)
         numbered = [(int(table.row_numbers([place])[0]), table.task.name) for table, place in places]
         return [f"{f'row {number}' if number else 'a sample'} of task '{task}'" for number, task in numbered]

@@ -81,7 +81,6 @@ class SeenRows:
     empty: list[int] = field(default_factory=list)
 
     def add(self, row: SeenRow, split: Split) -> None:
-        """Add a row."""
         if row.text == _EMPTY:
             self.empty.append(row.number)
         self.texts.setdefault(row.text, row.number)

@@ -59,7 +59,6 @@ class Prompt:
 
     @staticmethod
     def of(record: PromptRecord) -> Prompt:
-        """Return the prompt that `record` describes."""
         return Prompt(*record.prompt, record.chat_template, record.system, record.definition)
 
     def record(self) -> dict[str, Any]:

@@ -5,8 +5,6 @@ leave at the end of their answers and the next prompts, of other tasks too, take
 a time, which need little padding; the common beginning of a task's rows is read once where their mixture is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -144,7 +142,6 @@ class AnswerBatch(ContinuousBatch[_Row]):
 
 
 def _one(mixture: Mixture | None, row: int) -> Mixture | None:
-    """Return the mixture of one row."""
     return None if mixture is None else Mixture(mixture.names, mixture.weights[row : row + 1])
 
 

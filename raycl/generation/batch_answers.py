@@ -4,8 +4,6 @@ Evaluation takes those of label heads, and of models whose rows cannot join a ru
 of all other models decode the same answers token by token (`continuous_batch`), which tests compare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

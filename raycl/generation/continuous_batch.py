@@ -4,8 +4,6 @@ Evaluation takes whole answers to a long sequence of prompts (`answer_batch`); s
 decoded (`raycl.serve.engine.request_batch`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,9 +15,8 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.generation import dynamic_cache
 from raycl.generation.dynamic_cache import DynamicKVCache
-from raycl.generation.logits import adjusted, logprobs_of
 from raycl.generation.requests import Sampling, TokenLogprobs
-from raycl.generation.sampling import NOT_FINITE, pick
+from raycl.generation.sampling import NOT_FINITE, adjusted, logprobs_of, pick
 from raycl.generation.static_cache import StaticKVCache
 from raycl.types import Mixture
 

@@ -24,8 +24,8 @@ from raycl.backbone.causal import pad_left
 from raycl.backbone.roles import last_feed_forward
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
-from raycl.generation.logits import logprobs_of
 from raycl.generation.requests import TokenLogprobs
+from raycl.generation.sampling import logprobs_of
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values `[B, heads, T, width]` of each layer."""
@@ -189,11 +189,8 @@ def _ends_alone(model: Any) -> Iterator[None]:
     if block is None:
         yield
         return
-    handle = block.register_forward_pre_hook(_last_position)
-    try:
+    with block.register_forward_pre_hook(_last_position):
         yield
-    finally:
-        handle.remove()
 
 
 def _last_position(block: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

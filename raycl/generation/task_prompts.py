@@ -8,8 +8,6 @@ The system message of a conversation reaches the router only where it is the ins
 then the text is read in that task's prompt from the beginning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -55,7 +55,6 @@ class PlainFormatter(logging.Formatter):
     """Lines without characters that a terminal obeys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         return printable(super().format(record))
 
 
@@ -120,7 +119,6 @@ class Bars(logging.Handler):
         self._progress.update(self._ids[bar.what], completed=bar.done, total=bar.total)
 
     def close(self) -> None:
-        """Remove the bars."""
         self._progress.stop()
         super().close()
 

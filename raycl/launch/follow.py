@@ -73,7 +73,6 @@ class _Steps:
             report(what, step, steps, has_lines=True)
 
     def end(self) -> None:
-        """Remove the bar."""
         if self._shown:
             report(self._shown, 1, 1, has_lines=True)
         self._shown = ""

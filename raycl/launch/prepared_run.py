@@ -9,7 +9,7 @@ import yaml
 
 from raycl import config as configs
 from raycl.config import trust
-from raycl.config.addresses import announce
+from raycl.config.trust import announce
 from raycl.data.settings import as_spec
 from raycl.data.stream import Stream, open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, ResumeError, RunError
@@ -57,7 +57,6 @@ class Prepared:
 
     @property
     def info(self) -> RunInfo:
-        """The identity of the run."""
         return run_config.info_of(self.config, self.singles, self.replaces)
 
     @property

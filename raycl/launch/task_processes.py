@@ -43,7 +43,6 @@ class TaskProcess:
 
     @staticmethod
     def start() -> TaskProcess:
-        """Start the process."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([IMPORTED])
         ours, theirs = context.Pipe()

@@ -76,7 +76,6 @@ class WarmWorker:
 
     @staticmethod
     def start(room: PlacementGroup, resources: Resources) -> WarmWorker:
-        """Start the process."""
         strategy = PlacementGroupSchedulingStrategy(room)
         takes = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "scheduling_strategy": strategy}
         return WarmWorker(ray.remote(WarmProcess).options(**takes).remote(resources.gpus), room, resources)

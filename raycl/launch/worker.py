@@ -34,8 +34,7 @@ from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.task_parts import LoneTask, score_row
-from raycl.training.tracking.tracker import Tracker
-from raycl.training.tracking.trackers import open_trackers
+from raycl.training.tracking.trackers import Tracker, open_trackers
 from raycl.training.workers.control import Control, hang_file
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
@@ -261,7 +260,6 @@ class RunLog(logging.Handler):
         self._text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Add a line."""
         self._text += self.format(record) + "\n"
         self.storage.write(self.name_on_storage, self._text.encode())
 

@@ -39,7 +39,6 @@ class HeldWeights:
         return len(self.values)
 
     def hold(self) -> None:
-        """Hold the present values."""
         own = dict(self._backbone.named_parameters())
         kept = {name: own[name].detach() for name in trained_names(self._backbone)}
         self.values = {name: value.to(self._dtype or value.dtype, copy=True) for name, value in kept.items()}

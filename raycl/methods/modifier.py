@@ -156,7 +156,6 @@ class Modifiers:
         return list(dict.fromkeys(name for member in self.members.values() for name in member.names))
 
     def begin_task(self, phase: Phase, only: bool, resumed: bool) -> None:
-        """Forward to each modifier."""
         for member in self.members.values():
             member.begin_task(phase, only, resumed)
 
@@ -173,7 +172,6 @@ class Modifiers:
                 member.observe_gradients(context)
 
     def begin_step(self, seed: int, micro_batches: int, reduce: Reduce) -> None:
-        """Forward to each modifier."""
         for member in self.members.values():
             member.begin_step(seed, micro_batches, reduce)
 
@@ -184,7 +182,6 @@ class Modifiers:
         return forward(batch)
 
     def __call__(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the gradient after all of them."""
         for member in self.members.values():
             if name in member.names:
                 gradient = member(name, gradient)
@@ -204,7 +201,6 @@ class Modifiers:
         return _any([member.held(name) for member in self.members.values()])
 
     def end_task(self) -> None:
-        """Forward to each modifier."""
         for member in self.members.values():
             member.end_task()
 

@@ -25,7 +25,7 @@ where a block's is taken here.
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
@@ -225,7 +225,6 @@ class BlockSimilarity:
         self._real: dict[Side, Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
     def observe(self, block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
@@ -242,11 +241,7 @@ class BlockSimilarity:
 def observed_blocks(backbone: Backbone, blocks: Mapping[str, nn.Module]) -> Iterator[BlockSimilarity]:
     """Observe what these blocks read and write while the context is open."""
     seen = BlockSimilarity(backbone, blocks)
-    hooks = [
-        module.register_forward_hook(partial(seen.observe, block), with_kwargs=True) for block, module in blocks.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for block, module in blocks.items():
+            hooks.enter_context(module.register_forward_hook(partial(seen.observe, block), with_kwargs=True))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
 from pydantic import Field
 
 from raycl.config import Section, validate
-from raycl.config.choices import Choice
+from raycl.config.sections import Choice
 from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
 from raycl.methods.capabilities import OutputProbe
@@ -40,7 +40,7 @@ LEARNERS: dict[str, str] = {
     "progprompt": "raycl.methods.prompts.progprompt:ProgPrompt",
     "saber": "raycl.methods.prompts.saber:Saber",
     "mocl": "raycl.methods.prompts.mocl:Mocl",
-    "idbr": "raycl.methods.replay.idbr.idbr:Idbr",
+    "idbr": "raycl.methods.replay.idbr:Idbr",
     "lfpt5": "raycl.methods.prompts.lfpt5:Lfpt5",
     "epi": "raycl.methods.prompts.epi:Epi",
     "slm": "raycl.methods.slm.slm:Slm",

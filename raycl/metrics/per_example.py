@@ -26,8 +26,7 @@ from raycl.errors import BackboneError, ConfigError, DataError, meant
 from raycl.metrics import trace
 from raycl.metrics.answers import Answers, Labels, Metric, mean_best
 from raycl.metrics.matrix import ACCURACY
-from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii
-from raycl.metrics.sari import sari
+from raycl.metrics.overlap import bleu, edit_similarity, rouge, rouge_ascii, sari
 from raycl.plugins import Names, load
 from raycl.types import Score
 

@@ -10,6 +10,7 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from pydantic import Field, field_validator
 from raycl import config as configs
 from raycl.config import Section, Tree
 from raycl.errors import DamagedError, RunError
+from raycl.metrics.paired_comparison import RowScores
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
 
@@ -288,17 +290,21 @@ def general_of(result: Tree) -> dict[str, float | None]:
     }
 
 
-def method_of(result: Tree) -> str:
-    """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`."""
+def method_of(result: Tree, settings: str = "") -> str:
+    """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`.
+
+    Args:
+        settings: what tells it from runs of the same method, `r=4`; named behind it.
+    """
     modifiers = result["config"].get("modifiers") or {}
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
     schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
     name = "+".join([_name(result, "method"), *used])
-    return name if schedule == "sequential" else f"{name}, {schedule}"
+    name = name if schedule == "sequential" else f"{name}, {schedule}"
+    return f"{name} ({settings})" if settings else name
 
 
 def stream_of(result: Tree) -> str:
-    """Return the name of the stream."""
     return str(result["stream"].get("name") or _name(result, "stream"))
 
 
@@ -336,3 +342,45 @@ def _shortened(name: str, limit: int) -> str:
 def _name(result: Tree, section: str) -> str:
     node = result["config"].get(section) or {}
     return str(node.get("name", "?") if isinstance(node, dict) else node)
+
+
+@dataclass(frozen=True)
+class AnsweredRow:
+    """A test row with its answer.
+
+    Attributes:
+        score: 0 to 100; None: the task's metric is no mean of rows, or the run is older than scores of rows.
+    """
+
+    text: str
+    references: tuple[str, ...]
+    answer: str
+    score: float | None
+
+
+def answered_rows(result: Tree, phase: int, task: str) -> list[AnsweredRow]:
+    """Return the answers to a task's test rows after a phase; empty where they were not kept.
+
+    Args:
+        phase: number of the phase, from 0.
+    """
+    if FOLDER not in result:
+        return []
+    name = f"predictions/{phase:03d}-{result['phases'][phase]}/{task}.jsonl"
+    storage = Storage.at(result[FOLDER])
+    if not storage.exists(name):
+        return []
+    records = [json.loads(line) for line in storage.read(name).decode().splitlines()]
+    return [
+        AnsweredRow(record["text"], tuple(record["references"]), record["answer"], record.get("score"))
+        for record in records
+    ]
+
+
+def row_scores(result: Tree, phase: int, task: str) -> RowScores | None:
+    """Return the scores of a task's test rows after a phase; None where they are not known."""
+    rows = answered_rows(result, phase, task)
+    scores = [row.score for row in rows if row.score is not None]
+    if not rows or len(scores) < len(rows):
+        return None
+    return RowScores.of(scores, [text for row in rows for text in (row.text, *row.references)])

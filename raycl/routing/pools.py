@@ -94,7 +94,6 @@ class ExpertGate(AdapterPool):
             return linear(query_BD.float(), self.weight.float()).softmax(-1)
 
     def selected(self, query_BD: Tensor) -> Tensor:
-        """See `forward`."""
         weights_BN: Tensor = self(query_BD)
         return weights_BN
 

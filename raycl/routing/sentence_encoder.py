@@ -7,8 +7,6 @@ keys find 96.7 % of texts' tasks there and 88.6 % in the last layer, the discrim
 of the encoder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -28,7 +26,7 @@ from raycl.config import Section
 from raycl.errors import RetrievalError, StorageError
 from raycl.progress import counted_off
 from raycl.storage import Storage
-from raycl.storage.sealed import read_sealed, record_of, write_sealed
+from raycl.storage.records import read_sealed, record_of, write_sealed
 
 log: logging.Logger = logging.getLogger("raycl")
 

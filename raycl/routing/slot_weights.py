@@ -1,8 +1,6 @@
 """Converts cosines to mixture weights: the rules of SLM (section 3.2, eq. 4), per example unless configured
 otherwise."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raycl.errors import RetrievalError
-from raycl.routing.slot_index import KeyIndex
+from raycl.routing.code_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig, cosines, key_accuracy, learn_keys, split_groups
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights, sparse_weights
 from raycl.routing.statistics import NEAREST, Discriminant, NearestTasks, OodCalibrator, Statistics, sample_rows
@@ -153,7 +153,6 @@ class SlotRouter:
         return torch.arange(len(counts)).repeat_interleave(counts)
 
     def _owner_on(self, device: torch.device) -> Tensor:
-        """Return `owner` on the device of queries."""
         if self._owner is None or self._owner.device != device:
             self._owner = self.owner().to(device)
         return self._owner

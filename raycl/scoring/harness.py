@@ -83,7 +83,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the end of the sequence."""
         return self._codec.eos_id
 
     @property

@@ -52,7 +52,6 @@ class ScoredTask:
 
     @cached_property
     def table(self) -> TokenTable:
-        """The tokenised rows."""
         if self.split is not None:
             return self.stream.table(self.task, self.split, self.codec)
         return self.stream.scored(self.task, self.settings.split, self.codec, self.settings.subsample, self.shots)

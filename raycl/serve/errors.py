@@ -12,8 +12,6 @@ RayclError                    anything else that raycl cannot do now: the bank i
 └── InternalError             an internal error; see the log
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from raycl.errors import AdapterError, BankError, ConversationError, RayclError, RetrievalError

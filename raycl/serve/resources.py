@@ -1,7 +1,5 @@
 """The resources that replicas and the gate reserve in the cluster, so that others do not get them."""
 
-from __future__ import annotations
-
 import ray
 import torch
 

@@ -11,8 +11,7 @@ from raycl import config as configs
 from raycl.backbone.model_files import resolve_path
 from raycl.bank.branches import MAIN, Branch, BranchName, is_branch_name, resolve
 from raycl.config import Location, PathOrUri, Section, trust
-from raycl.config.addresses import announce, check_no_secret
-from raycl.config.trust import Permissions
+from raycl.config.trust import Permissions, announce, check_no_secret
 from raycl.config.unused import refuse, unused_written
 from raycl.metrics.settings import GeneralConfig
 from raycl.training.records.named_bank import bank_and_reference

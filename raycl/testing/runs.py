@@ -21,8 +21,8 @@ from raycl.generation.batch_answers import predict
 from raycl.generation.task_prompts import route_batch
 from raycl.methods.registry import method_class
 from raycl.routing.router import Router
+from raycl.serve.engine.engine_requests import heads_of
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
-from raycl.serve.engine.request_mixtures import heads_of
 from raycl.serve.snapshots.parts import adapters_of, backbone_of, router_of
 from raycl.storage import Storage
 from raycl.testing import tiny_models as models
@@ -36,7 +36,7 @@ from raycl.training.records.recorder import Listeners
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.tracking.tracker import Tracker
+from raycl.training.tracking.trackers import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch
 
@@ -152,7 +152,6 @@ class Lab:
         return {"name": method} if isinstance(method, str) else dict(method)
 
     def config(self, kind: str, method: Any = "lora", engine: Any = "torch", **sections: Any) -> RunConfig:
-        """Return the same, validated."""
         return configs.validate(RunConfig, self.tree(kind, method, engine, **sections))
 
 

@@ -5,8 +5,6 @@ the stream, and a method whose tasks are independent uses nothing else of the ot
 those of earlier tasks afterwards, as the one worker group of a run has them one after another.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

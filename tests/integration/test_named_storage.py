@@ -15,7 +15,7 @@ from tiny import Lab, Taught
 
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.cli import main
-from raycl.config.addresses import Server, addresses, announce, require_named
+from raycl.config.trust import Server, addresses, announce, require_named
 from raycl.errors import ConfigError, DamagedError, RayclError
 from raycl.operations.banks.unlearning import RecordedSources, forget
 from raycl.serve.gate.judge import judge

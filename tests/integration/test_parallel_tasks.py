@@ -35,8 +35,7 @@ from raycl.launch.local import in_process_worker
 from raycl.launch.page.progress import progress_of
 from raycl.launch.parallel_tasks import learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, extend, prepare, reopen
-from raycl.launch.run_files import read_run
-from raycl.launch.status import status_of
+from raycl.launch.status import read_run, status_of
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources, TaskPart
 from raycl.training.phase import trainer

@@ -18,7 +18,7 @@ from raycl.launch import prepared_run
 from raycl.operations.report.run_comparison import compare
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
-from raycl.operations.sweep.trials.single_tasks import separate_tree
+from raycl.operations.sweep.trials.trial import separate_tree
 from raycl.scoring.scored_task import ScoredTask
 from raycl.storage import Storage
 from raycl.training.setup import lengths

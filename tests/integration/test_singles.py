@@ -18,8 +18,8 @@ from tiny import Lab, run, trace
 from raycl import config as configs
 from raycl.errors import ConfigError
 from raycl.launch import driver
-from raycl.operations.sweep.trials import single_tasks
-from raycl.operations.sweep.trials.single_tasks import FOLDER, separate_key, separate_tree, singles_of, write_pointer
+from raycl.operations.sweep.trials import trial
+from raycl.operations.sweep.trials.trial import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 from raycl.storage import Storage
 from raycl.storage.records import seal
 from raycl.training.setup.checks import check, read_singles
@@ -66,7 +66,7 @@ def test_a_damaged_pointer_is_written_again(
 ) -> None:
     """One of other settings would give other trials' scores, and so another FWT."""
     trained: list[Any] = []
-    monkeypatch.setattr(single_tasks, "prepare", lambda config: config)
+    monkeypatch.setattr(trial, "prepare", lambda config: config)
     monkeypatch.setattr(driver, "train", lambda config, options: trained.append(config.output.name))
     trials = [lab.config("bert", "lora", seed=seed) for seed in range(2)]
     runs = [singles_of(trial, str(tmp_path)).eval.singles for trial in trials]

@@ -15,7 +15,7 @@ from at_step import age_heartbeat, learn, started
 from tiny import Complete, Lab, work
 
 from raycl.errors import ResumeError, RunError
-from raycl.launch import console, prepared_run, run_files
+from raycl.launch import console, prepared_run, status
 from raycl.launch.status import Status, status_of
 from raycl.storage import Storage
 from raycl.training.workers import stopping
@@ -70,7 +70,7 @@ def later(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Stat
     """Return the status as it will be then."""
     now = time.time() + seconds
     with monkeypatch.context() as patch:
-        patch.setattr(run_files.time, "time", lambda: now)
+        patch.setattr(status.time, "time", lambda: now)
         return status_of(str(folder))
 
 

@@ -20,7 +20,7 @@ from raycl.operations.banks import unlearning
 from raycl.operations.report.run_comparison import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
-from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
+from raycl.operations.sweep.trials.trial import separate_key, separate_tree
 from raycl.storage import Storage
 from raycl.training.phase.evaluation import StreamEvaluation
 from raycl.training.records.run_folder import CONFIG

@@ -21,7 +21,7 @@ from raycl.launch import prepared_run
 from raycl.operations.report.run_comparison import compare, to_csv
 from raycl.operations.report.tables import comparison_table, matrix_table
 from raycl.operations.sweep.trials.prefix import prefix_keys
-from raycl.operations.sweep.trials.single_tasks import separate_tree
+from raycl.operations.sweep.trials.trial import separate_tree
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
 from raycl.training.setup.checks import check

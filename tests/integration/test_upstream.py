@@ -38,9 +38,8 @@ from raycl.serve.http.access import Keys
 from raycl.serve.http.server import Listener
 from raycl.serve.settings import AuthConfig, ServeConfig, load_serve_config
 from raycl.serve.snapshots.parts import router_of
-from raycl.serve.upstream.client import UpstreamClient
 from raycl.serve.upstream.export import open_choice
-from raycl.serve.upstream.web import make_front_web
+from raycl.serve.upstream.web import UpstreamClient, make_front_web
 
 RECORDED = (
     b'{"id":"chatcmpl-9f","object":"chat.completion","created":1764288000,"model":"llama:c","choices":[{"index":0,'

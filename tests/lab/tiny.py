@@ -17,8 +17,8 @@ from raycl.launch.local import in_process_worker
 from raycl.launch.prepared_run import Prepared
 from raycl.methods.base import Method
 from raycl.methods.registry import METHODS, method_class, method_config
+from raycl.methods.slm import slm
 from raycl.methods.wrapper import Wrapper
-from raycl.routing import key_maps
 from raycl.testing import runs
 from raycl.testing.runs import (
     KINDS,
@@ -178,7 +178,7 @@ RUNS_BY_KIND = (
 SAMPLE = sampled(RUNS_BY_KIND)
 """Every run on one kind of backbone: the suites that look at complete runs of all methods share these."""
 
-key_maps.STEPS = 250
+slm.PLANE_STEPS = 250
 """Half of t-SNE's steps, the fewest that it takes: no test needs a better map."""
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator
 from raycl import config
 from raycl.cli.main import main
 from raycl.config import Section, sections
-from raycl.config.environment import allowing
+from raycl.config.sections import allowing
 from raycl.errors import ConfigError
 from raycl.training.setup.run_config import load_config
 

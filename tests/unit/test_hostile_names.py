@@ -15,7 +15,7 @@ from raycl.cli.commands import echo
 from raycl.data.sources.table_cells import SpreadsheetWriter
 from raycl.errors import printable
 from raycl.launch.console import PlainFormatter
-from raycl.serve.offline.prediction_tables import _csv
+from raycl.serve.offline.prediction_files import _csv
 from raycl.text_tables import render
 
 TITLE, CSI, BACK, TURNED = "\x1b]0;owned\x07", "\x9b2J", "ok\rerror", "\u202efdp.exe"

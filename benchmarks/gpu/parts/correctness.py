@@ -20,6 +20,7 @@ from benchmarks.gpu.parts.serving import Request, answered
 from benchmarks.gpu.setup import Case, Setup, check_equal
 from benchmarks.serving.banks import drawn_router
 from raycl.adapters import AdapterStack
+from raycl.adapters.rows import StaticRows
 from raycl.backbone import Backbone
 from raycl.backbone.load import wrap_model
 from raycl.kernels.magnitude import summed_magnitude
@@ -146,7 +147,7 @@ def _mixtures(device: torch.device, kind: str, dtype: torch.dtype) -> Results:
         for name, mixture in mixtures.items():
             with stack.activate(mixture.on(device)):
                 results[name] = _states(kind, model, device)
-        room = stack.preallocate(ADAPTERS * RANK, ROWS)
+        room = StaticRows(stack.pool, ADAPTERS * RANK, ROWS)
         for name, mixture in mixtures.items():
             with stack.activate(mixture, static=room):
                 results[f"{name}, static"] = _states(kind, model, device)

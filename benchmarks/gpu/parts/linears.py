@@ -20,6 +20,7 @@ from benchmarks.gpu.adapters import dense, drawn_adapters, one_each
 from benchmarks.gpu.models import sizes_of
 from benchmarks.gpu.setup import DENSE, RANK, Case, Setup, check_close, ratio
 from raycl.adapters import AdapterStack
+from raycl.adapters.rows import StaticRows
 from raycl.types import AdapterState, Mixture
 
 GROUPS = {
@@ -151,7 +152,7 @@ def _over_bare(
     }
     rows, tokens = next(iter(inputs.values())).shape[:2]
     # at fixed addresses, so that a graph can be captured
-    room = bench.stack.preallocate(len(mixture.names) * RANK, rows) if tokens == 1 else None
+    room = StaticRows(bench.stack.pool, len(mixture.names) * RANK, rows) if tokens == 1 else None
     with torch.no_grad(), bench.stack.activate(mixture, static=room):
 
         def keep(what: str) -> None:

@@ -52,7 +52,6 @@ class SpecialStrings:
         return match[0]
 
     def unbroken(self, text: str) -> str:
-        """Invert `broken`."""
         return text.replace(_BREAK, "")
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:

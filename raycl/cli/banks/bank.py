@@ -15,7 +15,6 @@ REFERENCE_HELP = f"{BANK_HELP}; REF: {REFERENCE} (default: main, or the run's br
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, summary: str, reference: bool = False) -> argparse.ArgumentParser:

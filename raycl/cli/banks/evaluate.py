@@ -15,7 +15,6 @@ from raycl.cli.commands import is_override, log_to_stderr, note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     predict.add_input(parser, words="*")
     parser.add_argument("--label", metavar="COLUMN", help="column of the answer (default: label or output)")
     parser.add_argument("--metric", help="default: that of the task with these labels, else exact_match")

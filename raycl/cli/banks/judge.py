@@ -15,7 +15,6 @@ from raycl.cli.commands import is_override, log_to_stderr, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "bank", metavar="BANK[@REF]", help="branch, tag, latest, number or hash of a snapshot; default: main"
     )
@@ -46,7 +45,7 @@ def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 def run(options: argparse.Namespace) -> int:
     """Answer all prompts twice, ask the judge, print wins, ties, losses and deltas."""
     from raycl import config as configs
-    from raycl.operations.report.judged_table import judged_table
+    from raycl.operations.report.tables import judged_table
     from raycl.serve.offline.judge_endpoint import JudgeConfig, JudgeEndpoint
     from raycl.serve.offline.judged_answers import compare, prompt_sets
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     add_input(parser)
     parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
     parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
@@ -129,8 +128,7 @@ def run(options: argparse.Namespace) -> int:
     from tempfile import TemporaryDirectory
 
     from raycl.errors import counted
-    from raycl.serve.offline.prediction_files import answered, records_of
-    from raycl.serve.offline.prediction_tables import check_output, write_table
+    from raycl.serve.offline.prediction_files import answered, check_output, records_of, write_table
     from raycl.storage import Storage
 
     log_to_stderr(options)

@@ -10,7 +10,6 @@ from raycl.cli.commands import log_to_stderr, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "address", metavar="hf://ORG/NAME[@REVISION]", help="repository that raycl push wrote; default: newest commit"
     )
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Pull."""
     from raycl.training.records.hub import HubAddress, pull
     from raycl.training.records.named_bank import new_or_known
 

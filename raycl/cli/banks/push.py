@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "bank", metavar="BANK[@REF]", help="branch, tag, latest, number or hash of a snapshot; default: main"
     )

@@ -20,7 +20,6 @@ UNNAMED = "RUN_DIR"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
     add_allow_env(parser)
     parser.add_argument("--max-drop", type=float, help="points that an old task may lose (promote; default 1)")

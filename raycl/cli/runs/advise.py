@@ -14,7 +14,6 @@ from raycl.cli.commands import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "data", nargs="*", metavar="DATA", help="a folder or file for each task, or YAML as in stream.tasks"
     )
@@ -30,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the recommendation."""
-    from raycl.operations.advise.advice import Case, advise
-    from raycl.operations.advise.studies import read_study
+    from raycl.operations.advise.advice import Case, advise, read_study
 
     kind, size = options.kind, options.size
     words = []

@@ -15,7 +15,6 @@ KINDS = ("checkpoints", "prefixes", "cache")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
     parser.add_argument("--remove", action="store_true", help="remove what is shown")

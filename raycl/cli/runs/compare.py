@@ -18,7 +18,6 @@ PAGE = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
     parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if options.against and options.against not in rows:
         raise ConfigError(f"--against is '{options.against}', which is no row of this run: expected {', '.join(rows)}")
     outcome = run_comparison(comparison, options.dir, tuple(options.only))
-    from raycl.operations.report.plots import heatmaps
+    from raycl.operations.report.plots import matrix_figure, save_png
     from raycl.operations.report.run_comparison import compare
     from raycl.operations.report.tables import comparison_table, side_by_side
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         folder.write(PAGE, report_page(results, comparison.name, against).encode())
         note(options, f"page {folder.uri}/{PAGE}")
     if options.png and results:
-        note(options, f"picture {heatmaps(results, options.png)}")
+        note(options, f"picture {save_png(matrix_figure(results), options.png)}")
     for name, reason in outcome.failed.items():
         echo(f"failed: {name}: {reason}", file=sys.stderr)
     return 1 if outcome.failed else 0

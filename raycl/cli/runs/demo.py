@@ -14,7 +14,6 @@ FILE = "jobs/configs/compare/demo.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("--dir", default="runs", help="folder or URI for its runs (default: runs)")
     parser.add_argument("--png", metavar="FILE", default="runs/demo.png", help="picture (default: runs/demo.png)")
     parser.add_argument("--chat", metavar="MODEL", help="folder or hub name of a chat model that learns three skills")

@@ -15,7 +15,6 @@ from raycl.cli.commands import note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("runs", nargs="+", help="run folder, or folder of runs (path or URI)")
     parser.add_argument("--rows", type=int, default=100, metavar="N", help="test rows of each task (default: 100)")
     parser.add_argument(

@@ -20,7 +20,6 @@ from raycl.cli.commands import note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument(
         "runs", nargs="+", help="run folder, folder of runs, results.json (path or URI), or files of --runs-csv"
     )
@@ -53,10 +52,9 @@ def run(options: argparse.Namespace) -> int:
     results = [result for root in options.runs for result in find_results(root)]
     from raycl.operations.report.latex import to_latex
     from raycl.operations.report.phase_summaries import has_attention, has_routing
-    from raycl.operations.report.plots import attention_maps, heatmaps
-    from raycl.operations.report.router_plots import router_maps
-    from raycl.operations.report.run_comparison import compare, runs_to_csv, to_csv
-    from raycl.operations.report.seed_matrix import matrices_to_csv, seed_matrices
+    from raycl.operations.report.plots import attention_figure, matrix_figure, save_png
+    from raycl.operations.report.router_plots import router_figure
+    from raycl.operations.report.run_comparison import compare, matrices_to_csv, runs_to_csv, seed_matrices, to_csv
     from raycl.operations.report.tables import comparison_table, mean_matrix_table, routing_comparison, tables_of
     from raycl.operations.report.verdicts import verdict_table, verdicts_of
 
@@ -77,12 +75,12 @@ def run(options: argparse.Namespace) -> int:
 
         _write(options, options.html, report_page(results, _title(options.runs), options.against))
     if options.png:
-        note(options, f"wrote {heatmaps(results, options.png)}")
+        note(options, f"wrote {save_png(matrix_figure(results), options.png)}")
     if options.router_png:
-        note(options, f"wrote {router_maps(routed or results, options.router_png)}")
+        note(options, f"wrote {save_png(router_figure(routed or results), options.router_png)}")
     if options.attention_png:
         attending = [result for result in results if has_attention(result)]
-        note(options, f"wrote {attention_maps(attending or results, options.attention_png)}")
+        note(options, f"wrote {save_png(attention_figure(attending or results), options.attention_png)}")
     if options.latex:
         _write(options, options.latex, to_latex(pages))
     if options.matrix_csv:

@@ -12,7 +12,6 @@ from raycl.cli.commands import echo, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("run", metavar="RUN_DIR", help="folder or URI of a run")
     parser.add_argument("--web", action="store_true", help="serve a page of it on this machine: tasks, loss, matrix")
     parser.add_argument(

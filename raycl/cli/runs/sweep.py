@@ -13,7 +13,6 @@ from raycl.cli.commands import add_allow_env, echo, local_or_installed, note, sh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("sweep", metavar="FILE", help="YAML with name, base, space, metric, search, scheduler, ...")
     parser.add_argument("--dir", help="folder or URI for sweeps (default: as output.dir of a run)")
     parser.add_argument("--resume", action="store_true", help="continue the sweep; failed trials are tried again")

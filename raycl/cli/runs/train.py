@@ -27,7 +27,6 @@ SETTINGS = """settings that matter first (all: --print-config, and docs/referenc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.epilog = SETTINGS
     parser.add_argument("words", nargs="*", metavar="FILE.yaml key.path=value", help="for example method=lora")
     parser.add_argument("--config", metavar="FILE", help="YAML; everything it leaves out has a default")
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--utilisation", metavar="SHARE", type=float, default=0.4, help="of the GPU's FLOP/s in training (default: 0.4)"
     )
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
-    plan.add_argument("--sizes", action="store_true", help="the table of sizes in cluster/README.md, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
 
 
@@ -79,10 +77,10 @@ def run(options: argparse.Namespace) -> int:
         settings = run_config.load_config(config, options.overrides)
         show(options, commented_yaml(settings).rstrip("\n"), as_tree(settings))
         return 0
-    if options.methods or options.sizes:
-        from raycl.operations.plan.tables import methods_table, records, sizes_table
+    if options.methods:
+        from raycl.operations.plan.tables import methods_table, records
 
-        table = methods_table() if options.methods else sizes_table()
+        table = methods_table()
         show(options, table, records(table))
         return 0
     if options.plan:
@@ -112,9 +110,12 @@ def run(options: argparse.Namespace) -> int:
     show(options, matrix_table(results), results)
     note(options, f"results {prepared.storage.uri}/results.json")
     if options.png or prepared.storage.is_local:
-        from raycl.operations.report.plots import heatmaps  # brings matplotlib, which no step waits for
+        from raycl.operations.report.plots import matrix_figure, save_png  # brings matplotlib, which no step waits for
 
-        note(options, f"picture {heatmaps([results], options.png or f'{prepared.storage.uri}/matrix.png')}")
+        note(
+            options,
+            f"picture {save_png(matrix_figure([results]), options.png or f'{prepared.storage.uri}/matrix.png')}",
+        )
     return 0
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raycl.errors import DataError, StorageError
 from raycl.storage import Storage
-from raycl.storage.sealed import Seal, check_sealed, read_seal, record_of, write_seal
+from raycl.storage.records import Seal, check_sealed, read_seal, record_of, write_seal
 from raycl.storage.unfinished import unfinished
 
 log: logging.Logger = logging.getLogger("raycl")

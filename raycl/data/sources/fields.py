@@ -16,6 +16,7 @@ from raycl.data.sources.conversation import (
     SYSTEM,
     TOOLS,
     Message,
+    RefuseRow,
     Turns,
     earlier_turns,
     is_chat,
@@ -26,7 +27,6 @@ from raycl.data.sources.conversation import (
     with_tools,
 )
 from raycl.data.sources.reading import BadRow, Findings
-from raycl.data.sources.tools import RefuseRow
 
 TEXT_NAMES = ("text", "input", "sentence", "prompt")
 LABEL_NAMES = ("label", "output", "completion", "response")

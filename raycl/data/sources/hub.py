@@ -69,12 +69,10 @@ class HubSplit(NamedSource):
 
     @property
     def name(self) -> str:
-        """The name of the split."""
         return self.split
 
     @property
     def uri(self) -> str:
-        """The split's name in error messages."""
         return " ".join(filter(None, (self.path, self.config, self.split and f"split '{self.split}'")))
 
     def within(self, limits: ReadLimits) -> HubSplit:

@@ -204,7 +204,6 @@ class SourceFiles(NamedSource):
 
     @property
     def name(self) -> str:
-        """The name of the first file."""
         return self.files[0].name
 
     @property

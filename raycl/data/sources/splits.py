@@ -37,12 +37,10 @@ class SplitPart(NamedSource):
 
     @property
     def uri(self) -> str:
-        """The name that error messages use."""
         return f"{self.source.uri}{f', split {self.value}' if self.value else ''}{self.part or ''}"
 
     @property
     def limits(self) -> ReadLimits:
-        """The limits of the source."""
         return self.source.limits
 
     def within(self, limits: ReadLimits) -> SplitPart:

@@ -169,7 +169,6 @@ class SpreadsheetWriter:
         self._rows.writerow([text_cell(cell) if isinstance(cell, str) else cell for cell in cells])
 
     def writerows(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Write several rows."""
         for cells in rows:
             self.writerow(cells)
 

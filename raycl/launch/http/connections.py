@@ -132,7 +132,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request."""
         self._since = 0
         super().on_message_complete()
 

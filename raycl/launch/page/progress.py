@@ -4,8 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycl.launch.run_files import RunFiles
-from raycl.launch.status import nodes_of, status_from
+from raycl.launch.status import RunFiles, nodes_of, status_from
 from raycl.metrics.matrix import AccuracyMatrix
 from raycl.metrics.run_results import INSTRUCTION, METRICS, backbone_of, method_of, title_of
 from raycl.training.records.progress import TraceReader

@@ -14,7 +14,7 @@ from raycl.errors import LaunchError, RayclError
 from raycl.launch.http.connections import LimitedProtocol, bound, is_local, is_loopback, server_of
 from raycl.launch.http.page_files import add_page
 from raycl.launch.page.progress import progress_of
-from raycl.launch.run_files import read_run
+from raycl.launch.status import read_run
 from raycl.storage import Storage
 from raycl.training.records.journal import JournalReader
 from raycl.training.records.progress import TraceReader

@@ -218,7 +218,6 @@ class FeatureSubspaces:
         return self.held.get(part) or Subspace.empty(inputs)
 
     def set(self, part: str, space: Subspace) -> None:
-        """Set the subspace."""
         self.held[part] = space
         self._there = {}
 

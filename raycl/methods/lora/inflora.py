@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -94,7 +94,6 @@ class Subspace:
 
     @staticmethod
     def empty(inputs: int) -> Subspace:
-        """Return the subspace of no task."""
         return Subspace(torch.zeros(inputs, 0, dtype=torch.float64))
 
     def without(self, values_DN: Tensor) -> Tensor:
@@ -257,7 +256,6 @@ class ObservedInputs:
         self._real: dict[Side, Tensor] = {}
 
     def begin_batch(self, batch: Batch) -> None:
-        """Begin a batch."""
         self._real = self.backbone.real_tokens(batch)
 
     def observe(self, path: str, linear: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -271,9 +269,7 @@ class ObservedInputs:
 def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
     """Observe the inputs of these linears while the context is open."""
     inputs = ObservedInputs(backbone, layers)
-    hooks = [layer.register_forward_pre_hook(partial(inputs.observe, path)) for path, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for path, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(inputs.observe, path)))
         yield inputs
-    finally:
-        for item in hooks:
-            item.remove()

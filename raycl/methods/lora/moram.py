@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from raycl.adapters.self_activation import SelfActivation
+from raycl.adapters.formula import SelfActivation
 from raycl.methods.base import MethodConfig
 from raycl.methods.lora.inclora import IncLora, IncLoraSettings
 from raycl.methods.per_task_adapter import AdapterForm

@@ -35,7 +35,6 @@ class Units:
 
     @property
     def gate_point(self) -> GatePoint:
-        """The point of their gate."""
         return self.path, self.side
 
     def spread(self, values_U: Tensor) -> Tensor:

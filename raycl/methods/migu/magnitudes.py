@@ -15,8 +15,7 @@ from raycl.errors import RunError
 from raycl.kernels.magnitude import summed_gated_magnitude, summed_magnitude
 from raycl.methods.migu.clusters import CoMagnitude
 from raycl.methods.migu.observed_layers import LayerUnits, Layout, layout_of_outputs, observed_layers
-from raycl.methods.migu.row_selection import by_size
-from raycl.methods.migu.summary import packed_rows
+from raycl.methods.migu.row_selection import by_size, packed_rows
 from raycl.types import Batch
 
 T = TypeVar("T")
@@ -101,7 +100,6 @@ class OutputMagnitudes:
             self._tokens.clear()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for remove in self._hook_removers:
             remove()
         self._hook_removers.clear()

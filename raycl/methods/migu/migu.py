@@ -24,8 +24,7 @@ from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
 from raycl.methods.migu.magnitudes import LargeOutputs, OutputMagnitudes
 from raycl.methods.migu.observed_layers import Layout, layout_of, observed_layers
-from raycl.methods.migu.row_selection import Groups, Rule, SparseLayers, by_size, masked_count
-from raycl.methods.migu.summary import RowCounts
+from raycl.methods.migu.row_selection import Groups, RowCounts, Rule, SparseLayers, by_size, masked_count
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
 from raycl.types import Batch, Phase
 

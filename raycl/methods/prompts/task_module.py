@@ -44,7 +44,6 @@ class ModuleSettings(LoraSettings, MethodConfig):
         yield from ((name, f"value={self.value}") for name in others)
 
     def form(self, head_rule: HeadRule) -> AdapterForm:
-        """Return the form of the modules."""
         if self.value == "lora":
             return AdapterForm(self.target_modules, self.scaling, head_rule, parameters=self.target_parameters)
         if self.value == "prefix":

@@ -201,7 +201,6 @@ class Generator:
         return PseudoSamples(prompts, [], [], stored)
 
     def _warn_missing(self, task: str, written: int, count: int) -> None:
-        """Warn if texts are missing."""
         if written == count:
             return
         kept = "only these are kept" if written else "stored training inputs stand for the task instead"

@@ -61,7 +61,6 @@ class SampleFormat:
 
     @property
     def separator(self) -> list[int]:
-        """The ids of the separator."""
         return self._ids(self.mark)
 
     def pair(self, task: str, text: str, answer: str) -> Pair:

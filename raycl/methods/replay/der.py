@@ -60,7 +60,6 @@ class StoredOutputs:
         return len(self.counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
         return {"values": self.values, "columns": self.columns, "counts": self.counts}
 
     @staticmethod

@@ -16,8 +16,6 @@ method does not step. Where parameters are kept in 16 bits between steps (DeepSp
 these hold are not seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal

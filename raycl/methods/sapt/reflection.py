@@ -104,7 +104,6 @@ class Reflection:
         self.pooled: dict[str, Tensor] = {}
 
     def is_due(self, step: Step) -> bool:
-        """Return whether a step reflects."""
         config = self.config
         late = step.index >= config.skip_steps and step.index % config.every == 0
         return late and self.weight > 0 and bool(self.pooled)

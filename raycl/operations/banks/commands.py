@@ -19,10 +19,17 @@ from raycl.config.trust import Permissions
 from raycl.data.sources.fields import TEXT_NAMES, Columns
 from raycl.errors import BankError, BranchMovedError, counted, meant
 from raycl.operations.banks import merge as merging
-from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, import_peft, mixed
-from raycl.operations.banks.gguf import convert, converter
+from raycl.operations.banks.exchange import (
+    card_metadata,
+    convert,
+    converter,
+    export_merged,
+    export_peft,
+    import_peft,
+    import_routed,
+    mixed,
+)
 from raycl.operations.banks.maintenance import Named, diff, prune, verify
-from raycl.operations.banks.routed_import import import_routed
 from raycl.operations.banks.sample_listing import sample_texts, stored_samples
 from raycl.operations.banks.vllm import MIXTURE, export_vllm, of_one_rank
 from raycl.routing.routers import router_class

@@ -482,7 +482,6 @@ def _of_linear(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
 def seconds(
     model: ModelLoad, step: StepLoad, engine: EngineLoad, run: RunLoad, sent: Traffic, cluster: Cluster
 ) -> Seconds:
-    """See `Seconds`."""
     compute = operations(model, step) / (cluster.gpu.flops * cluster.utilisation)
     network = sent.sent / cluster.bandwidth
     overlaps = engine.weights > 1  # gathering of the next layer's weights; sums at the end of a step do not

@@ -1,91 +1,14 @@
-"""The tables of pages: large backbones on GPUs of the market (`cluster/README.md`), and what each method keeps, needs
-and trains, read from the classes (MIGU's table 1, SLM's table 1).
-"""
+"""The table of what each method keeps, needs and trains, read from the classes (MIGU's table 1, SLM's table 1)."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RayclError
 from raycl.methods.registry import METHODS, method_class, method_config
-from raycl.operations.plan.arithmetic import GPUS, Cluster
-from raycl.operations.plan.numbers import engine_of, numbers, opened, phases_of
-from raycl.operations.plan.report import Report, report
+from raycl.operations.plan.numbers import opened, phases_of
 from raycl.plugins import installed
 from raycl.text_tables import short_number
-from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig, TorchConfig
 from raycl.training.setup.run_config import RunConfig
-
-BACKBONES = {
-    "T5-large, 0.7B": "google-t5/t5-large",
-    "T5-3B": "google-t5/t5-3b",
-    "LLaMA, 7B": "meta-llama/Llama-2-7b-hf",
-    "LLaMA, 13B": "meta-llama/Llama-2-13b-hf",
-}
-"""Name in the table -> hub id (`raycl.backbone.architecture.SIZES`)."""
-
-WAYS: dict[str, tuple[str, str, EngineConfig]] = {
-    "LoRA, torch": ("lora", "none", TorchConfig()),
-    "LoRA on nf4, torch": ("lora", "nf4", TorchConfig()),
-    "LoRA, fsdp": ("lora", "none", FSDPConfig()),
-    "all weights, ZeRO 3": ("finetune", "none", DeepSpeedConfig(zero_stage=3)),
-}
-"""Name in the table -> method, quantization of the backbone, and engine."""
-
-COUNTS = (1, 8, 64, 512)
-
-STEPS = (200,) * 4
-"""Optimizer steps of each task."""
-
-MICRO, SOURCE, TARGET = 4, 448, 64
-
-
-def sizes_table() -> str:
-    """Return the table as Markdown: a row for each backbone, way and number of GPUs, a column for each GPU."""
-    lines = [
-        f"| backbone | trained, engine | GPUs | {' | '.join(GPUS)} |",
-        f"|{'---|' * (3 + len(GPUS))}",
-        *(f"| {' | '.join(row)} |" for row in _rows()),
-    ]
-    return "\n".join(lines)
-
-
-def _rows() -> Iterator[list[str]]:
-    for name, backbone in BACKBONES.items():
-        kinds = {(method, bits) for method, bits, _ in WAYS.values()}
-        by_kind = {}
-        for method, bits in sorted(kinds):  # a stream of four tasks whose data is not read
-            settings = {"quantization": bits, "gradient_checkpointing": True}
-            config = _config(backbone, method, "std-1", (SOURCE, TARGET), MICRO, **settings)
-            by_kind[method, bits] = numbers(opened(config))
-        for way, (method, bits, engine) in WAYS.items():
-            model, step, _, run = by_kind[method, bits]
-            for count in COUNTS:
-                divided = engine_of(engine, model, count)
-                long_run = replace(run, steps=STEPS)
-                reports = [report(model, step, divided, long_run, Cluster(gpu, count)) for gpu in GPUS.values()]
-                yield [name, way, str(count), *map(_cell, reports)]
-
-
-def _config(backbone: str, method: str, stream: str, tokens: tuple[int, int], batch: int, **settings: Any) -> RunConfig:
-    source, target = tokens
-    tree = {
-        "stream": {"name": stream, "max_source_tokens": source, "max_target_tokens": target},
-        "backbone": {"name": backbone, **settings},
-        "method": {"name": method},
-        "train": {"batch_size": batch},
-        "eval": {"save_predictions": False},
-    }
-    return configs.validate(RunConfig, tree)
-
-
-def _cell(plan: Report) -> str:
-    if not plan.fits:
-        return f"no: {plan.bottleneck} {100 * plan.share:.0f} %"
-    return f"{plan.bottleneck} {100 * plan.share:.0f} %, {plan.seconds.step:.2g} s"
-
 
 COUNTED_ON = {"T5-large": "google-t5/t5-large", "MiniLM": "minilm"}
 """Name in the table -> backbone. Parameters are counted on the first one that a method works with."""
@@ -103,7 +26,7 @@ HEAD = (
 
 
 def records(table: str) -> list[dict[str, str]]:
-    """Return the rows of one of these tables, for JSON: name of a column -> cell."""
+    """Return the rows of such a table, for JSON: name of a column -> cell."""
     head, _, *rows = (
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n") if line.startswith("|")
     )
@@ -134,7 +57,7 @@ def _parameters(name: str) -> tuple[str, str]:
     """Return what is trained on the second task, and what is kept of each task, without label heads."""
     for backbone, folder in COUNTED_ON.items():
         try:
-            parts = opened(_config(folder, name, "builtin", (128, 16), 8))
+            parts = opened(configs.validate(RunConfig, {"backbone": {"name": folder}, "method": {"name": name}}))
         except RayclError:  # the method is not for such backbones
             continue
         _, second = islice(phases_of(parts.context), 2)

@@ -7,6 +7,9 @@ from raycl.config import Tree
 
 def draw_matrix(result: Tree, path: Path) -> None:
     """Draw the matrix of a result tree as a PNG."""
-    from raycl.operations.report.plots import heatmaps  # brings matplotlib, which a run without tracker does without
+    from raycl.operations.report.plots import (  # brings matplotlib, which a run without tracker does without
+        matrix_figure,
+        save_png,
+    )
 
-    heatmaps([result], path)
+    save_png(matrix_figure([result]), path)

@@ -40,7 +40,6 @@ class ProbedModel:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks."""
         return self.runs[0].tasks
 
     def overlap(self, paths: Sequence[str]) -> list[list[float]]:
@@ -98,8 +97,9 @@ def _probes(results: Sequence[Tree], measured: Sequence[Mapping[str, Tree]], lay
     models = [ProbedModel(UNTRAINED, [_rows_of(item, UNTRAINED) for item in bare.values()])]
     for settings, group in grouped(results):
         short = re.sub(r"[\w.]+\.(?=\w+=)", "", settings)  # the last part of each key: columns have little room
-        title = f"{method_of(group[0])} ({short})" if settings else method_of(group[0])
-        models.append(ProbedModel(title, [_rows_of(by_run[id(result)], "trained") for result in group]))
+        models.append(
+            ProbedModel(method_of(group[0], short), [_rows_of(by_run[id(result)], "trained") for result in group])
+        )
     title = f"{stream_of(results[0])}, {backbone_of(results[0])}"
     every = [path for paths in kinds.values() for path in paths]
     return Probes(title, measured[0]["settings"]["rows"], first.chance, {**kinds, ALL: every}, models)

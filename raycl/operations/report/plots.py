@@ -27,8 +27,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import short_names
 from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.phase_summaries import AttentionWeights
-from raycl.operations.report.run_comparison import labels
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.run_comparison import SeedMatrix, Spread, labels, seed_matrices
 from raycl.operations.report.tables import points
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
@@ -51,15 +50,6 @@ SHAPE, MOST_STRETCHED = 1.4, 2.0
 """Width over height that panels are arranged for, and how many times a side may be the other, in every picture."""
 
 
-def heatmaps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw a matrix for each setting as a PNG at `path`.
-
-    Raises:
-        RunError: no results, or more than `MOST_PANELS` settings.
-    """
-    return save_png(matrix_figure(results), path)
-
-
 def matrix_figure(results: Sequence[Tree]) -> Figure:
     """Return a matrix for each setting, one colour scale from 0 to 100.
 
@@ -79,7 +69,7 @@ def matrix_figure(results: Sequence[Tree]) -> Figure:
     figure, corners = arranged(rooms, 1.0)
     for matrix, (left, top), (width, height) in zip(matrices, corners, sizes, strict=True):
         axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
-        draw_cells(axes, _means(matrix), matrix.tasks, matrix.phases, _deviations(matrix))
+        draw_cells(axes, means_of(matrix.cells), matrix.tasks, matrix.phases, _deviations(matrix))
         axes.set_xlabel("score on", fontsize=9)
         axes.set_ylabel("after training on", fontsize=9)
         known = {title: matrix.numbers[name] for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
@@ -90,8 +80,9 @@ def matrix_figure(results: Sequence[Tree]) -> Figure:
     return figure
 
 
-def _means(matrix: SeedMatrix) -> NDArray[np.float64]:
-    return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in matrix.cells], dtype=float)
+def means_of(cells: Sequence[Sequence[Spread | None]]) -> NDArray[np.float64]:
+    """Return the means of cells, NaN where there is none."""
+    return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells], dtype=float)
 
 
 def _deviations(matrix: SeedMatrix) -> NDArray[np.float64]:
@@ -217,15 +208,6 @@ def _framed(figure: Figure) -> Bbox:
     wide = max(0.0, drawn.height / MOST_STRETCHED - drawn.width) / 2
     high = max(0.0, drawn.width / MOST_STRETCHED - drawn.height) / 2
     return drawn.padded(wide, high)
-
-
-def attention_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw the attention of each run as a PNG at `path`.
-
-    Raises:
-        RunError: see `attention_figure`.
-    """
-    return save_png(attention_figure(results), path)
 
 
 def attention_figure(results: Sequence[Tree]) -> Figure:

@@ -1,7 +1,5 @@
 """The runs of a comparison in a CSV file, one line a run (`raycl report --runs-csv`): their numbers and verdicts."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

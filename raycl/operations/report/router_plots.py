@@ -6,7 +6,6 @@ Colours as in `plots`. In the plane neighbouring tasks differ in colour and in m
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,7 +28,6 @@ from raycl.operations.report.plots import (
     draw_cells,
     draw_scale,
     new_figure,
-    save_png,
 )
 from raycl.operations.report.run_comparison import labels
 
@@ -46,15 +44,6 @@ BARELESS = "0.0 of its dev texts"
 BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH = 3.6, 1.5, 0.9
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
-
-
-def router_maps(results: Sequence[Tree], path: str | Path) -> Path:
-    """Draw the routers of runs as a PNG at `path`.
-
-    Raises:
-        RunError: see `router_figure`.
-    """
-    return save_png(router_figure(results), path)
 
 
 def router_figure(results: Sequence[Tree]) -> Figure:

@@ -2,7 +2,7 @@
 
 A comparison that averages runs with different settings, or hides that they differ, is worthless. Runs are averaged only
 if their configs are equal apart from the seed and `NOT_COMPARED`; lines that share method, stream and backbone are
-labelled with the keys in which they differ.
+labelled with the keys in which they differ. Cells of a setting's accuracy matrix are means over such runs.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class Line:
     published: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
+    @property
+    def title(self) -> str:
+        """The method, with its settings where it has some."""
+        return f"{self.method} ({self.settings})" if self.settings else self.method
+
 
 def compare(results: Sequence[Tree]) -> list[Line]:
     """Return a line per setting, by stream and backbone, in order of first appearance within them.
@@ -182,9 +187,8 @@ def to_csv(results: Sequence[Tree], verdicts: Sequence[Tree] = ()) -> str:
     for line in lines:
         cells = [cell for name in names for cell in _cells(line.numbers.get(name))]
         printed = [line.published.get(name) for name in known] + ([line.source] if known else [])
-        title = f"{line.method} ({line.settings})" if line.settings else line.method
         for measure in measures:
-            verdict = said.get((measure, f"{line.stream}, {line.backbone}", title), {})
+            verdict = said.get((measure, f"{line.stream}, {line.backbone}", line.title), {})
             printed += [verdict.get(key) for key in VERDICT_COLUMNS.values()]
         rows.append([line.method, line.settings, line.stream, line.backbone, line.runs, *cells, *printed])
     return spreadsheet(rows)
@@ -287,3 +291,73 @@ def _differing(result: Tree, others: Sequence[Tree]) -> str:
     alike = [_compared(other) for other in others if _title(other) == _title(result)]
     keys = sorted({key for other in alike for key in own if key not in other or own[key] != other[key]})
     return " ".join(f"{key}={'null' if own[key] is None else own[key]}" for key in keys)
+
+
+@dataclass(frozen=True)
+class SeedMatrix:
+    """The accuracy matrix of a setting.
+
+    Attributes:
+        results: result trees of its runs. settings: `key=value` where it differs from others of the same title.
+        cells: a row for each phase, a column for each task; None where not every run has a score.
+        numbers: `METRICS` by name.
+    """
+
+    results: list[Tree]
+    settings: str
+    cells: list[list[Spread | None]]
+    numbers: dict[str, Spread | None]
+
+    @staticmethod
+    def over(results: list[Tree], settings: str = "") -> SeedMatrix:
+        """Return the matrix of runs with the same phases and tasks."""
+        rows = zip(*map(values_of, results), strict=True)
+        cells = [[Spread.over(scores) for scores in zip(*row, strict=True)] for row in rows]
+        numbers = {name: Spread.over([metric_of(result, name) for result in results]) for name in METRICS}
+        return SeedMatrix(results, settings, cells, numbers)
+
+    @property
+    def title(self) -> str:
+        """A line that identifies it: the run, or the method with the number of its runs and their seeds."""
+        first, *rest = self.results
+        if not rest:
+            return title_of(first)
+        seeds = ", ".join(str(result["config"].get("seed")) for result in self.results)
+        return f"{method_of(first, self.settings)} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the columns."""
+        return tasks_of(self.results[0])
+
+    @property
+    def phases(self) -> list[str]:
+        """Names of the rows."""
+        return [str(phase) for phase in self.results[0]["phases"]]
+
+
+def seed_matrices(results: Sequence[Tree]) -> list[SeedMatrix]:
+    """Return a matrix for each setting, in the order of a comparison's lines.
+
+    Runs of one setting whose tasks came in another order, or which have more of them, have matrices of their own.
+    """
+    matrices = []
+    for settings, group in grouped(results):
+        alike: dict[tuple[str, ...], list[Tree]] = {}
+        for result in group:
+            alike.setdefault((*map(str, result["phases"]), "", *tasks_of(result)), []).append(result)
+        matrices += [SeedMatrix.over(members, settings) for members in alike.values()]
+    return matrices
+
+
+def matrices_to_csv(matrices: Sequence[SeedMatrix]) -> str:
+    """Return CSV with a line for each cell that has a score: mean and standard deviation in full precision."""
+    rows: list[list[Any]] = [["method", "settings", "stream", "backbone", "runs", "after", "task", "mean", "std"]]
+    for matrix in matrices:
+        first = matrix.results[0]
+        head = [method_of(first), matrix.settings, stream_of(first), backbone_of(first), len(matrix.results)]
+        for phase, row in zip(matrix.phases, matrix.cells, strict=True):
+            for task, cell in zip(matrix.tasks, row, strict=True):
+                if cell is not None:
+                    rows.append([*head, phase, task, cell.mean, cell.std])
+    return spreadsheet(rows)

@@ -44,9 +44,16 @@ from raycl.operations.report.phase_summaries import (
     has_routing,
     mean_of,
 )
-from raycl.operations.report.run_comparison import Line, Spread, grouped, has_published, points_of
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
-from raycl.text_tables import grid, render
+from raycl.operations.report.run_comparison import (
+    Line,
+    SeedMatrix,
+    Spread,
+    grouped,
+    has_published,
+    points_of,
+    seed_matrices,
+)
+from raycl.text_tables import edgeless, grid, render
 
 NOTHING = "–"
 """Stands where a number is undefined."""
@@ -130,7 +137,6 @@ def comparison_table(lines: Sequence[Line]) -> Page:
     heads = [title for name in shown for title in ([shown[name], PUBLISHED] if name in printed else [shown[name]])]
     table = grid(["method", "stream", "backbone", "runs", *heads, "time", "tokens/s"], left=3)
     for line in lines:
-        method = f"{line.method} ({line.settings})" if line.settings else line.method
         scores = []
         for name in shown:
             scores.append(points(line.numbers.get(name)))
@@ -138,7 +144,7 @@ def comparison_table(lines: Sequence[Line]) -> Page:
                 scores.append(_number(line.published.get(name), ".2f"))
         speed = line.numbers["tokens_per_s"]
         cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
-        table.add_row(method, line.stream, line.backbone, str(line.runs), *scores, *cost)
+        table.add_row(line.title, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
     return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources))
 
@@ -192,8 +198,7 @@ def routing_comparison(results: Sequence[Tree]) -> Page:
     table.columns[3].justify = "right"
     for settings, members, group in groups:
         first = members[0]
-        method = f"{method_of(first)} ({settings})" if settings else method_of(first)
-        label = [method, stream_of(first), backbone_of(first), str(len(members))]
+        label = [method_of(first, settings), stream_of(first), backbone_of(first), str(len(members))]
         for row in _routing_rows(group, tasks):
             table.add_row(*label, *row)
             label = [""] * len(label)
@@ -424,3 +429,19 @@ def _duration(spread: Spread | None) -> str:
 
 def _heads(tasks: Collection[str]) -> list[str]:
     return short_names(list(tasks), 14 if len(tasks) <= 6 else 8)
+
+
+TITLES = {"helpful": "instruction following", "harmless": "safety"}
+
+
+def judged_table(tree: Tree) -> str:
+    """Return percent of wins, ties and losses, and the delta with its 95 % interval, in points."""
+    table = edgeless(("", "prompts", "prompts won", "tied", "lost", "delta", "95 % interval"))
+    for aspect, scores in tree["scores"].items():
+        for name, score in scores.items():
+            title = TITLES[aspect] if name == "all" else f"  {name}"
+            shares = [f"{score[key]:.1f}" for key in ("win", "tie", "loss")]
+            limits = f"{score['low']:+.1f} to {score['high']:+.1f}"
+            table.add_row(title, f"{score['prompts']:,}", *shares, f"{score['delta']:+.1f}", limits)
+    judge = tree["judge"]
+    return render(Group(Text(f"against the backbone without adapters, judged by {judge['model']}"), table))

@@ -23,8 +23,16 @@ from raycl.metrics.paired_comparison import (
     difference,
     holm,
 )
-from raycl.metrics.run_results import METRICS, backbone_of, method_of, metric_of, stream_of, tasks_of, values_of
-from raycl.operations.report.run_answers import row_scores
+from raycl.metrics.run_results import (
+    METRICS,
+    backbone_of,
+    method_of,
+    metric_of,
+    row_scores,
+    stream_of,
+    tasks_of,
+    values_of,
+)
 from raycl.operations.report.run_comparison import grouped
 from raycl.operations.report.tables import NOTHING, Page
 from raycl.text_tables import grid
@@ -81,7 +89,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """Return the verdict as a sentence."""
         number = METRICS[self.measure]
         if self.difference is None:
             return f"Whether {self.first} or {self.second} is better cannot be told: they have no seed in common."
@@ -98,7 +105,6 @@ class Verdict:
 
     @property
     def tree(self) -> Tree:
-        """Return it as plain values."""
         known = self.difference
         low, high = (known.interval if known else None) or (None, None)
         return {
@@ -206,13 +212,9 @@ def methods_of(results: Sequence[Tree], measure: str) -> list[ComparedMethod]:
         bench = (stream_of(first), backbone_of(first), *sorted(next(iter(runs.values()))))
         schedule = (first["config"].get("stream") or {}).get("schedule", "sequential")
         ap = fmean(metric_of(result, "ap") or 0.0 for result in group)
-        title = _title(settings, group)
+        title = method_of(first, settings)
         found.append(ComparedMethod(title, _rows(group), bench, ap, schedule == "sequential", runs))
     return found
-
-
-def _title(settings: str, group: Sequence[Tree]) -> str:
-    return f"{method_of(group[0])} ({settings})" if settings else method_of(group[0])
 
 
 def _rows(group: Sequence[Tree]) -> frozenset[str]:
@@ -235,7 +237,7 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
     """
     methods = methods_of(results, measure)
     if against is not None:
-        titles = {_title(settings, group): _rows(group) for settings, group in grouped(results)}
+        titles = {method_of(group[0], settings): _rows(group) for settings, group in grouped(results)}
         if not any(against == title or against in rows for title, rows in titles.items()):
             raise RunError(f"no method of these runs is named '{against}': expected one of {', '.join(titles)}")
         named = [method for method in methods if against in (method.title, *method.names)]

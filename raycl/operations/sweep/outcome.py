@@ -3,9 +3,8 @@
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from raycl import config as configs
@@ -13,17 +12,12 @@ from raycl.config import Tree
 from raycl.metrics.run_results import FOLDER
 from raycl.operations.report.page.report_page import report_page
 from raycl.operations.report.page.sections import PageSection
-from raycl.operations.report.sweeps.sweep_plots import (
-    parallel_coordinates,
-    pareto_front,
-    sensitivity,
-    sensitivity_figure,
-)
+from raycl.operations.report.plots import save_png
+from raycl.operations.report.sweeps.sweep_plots import figures_of, sensitivity_figure
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
 from raycl.operations.report.tables import Page
-from raycl.operations.sweep.definition.measure import measured
-from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.expressions import measured
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
 from raycl.storage import Storage
 from raycl.training.records.results import wall_seconds
@@ -88,12 +82,10 @@ class SweepOutcome:
     configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
 
     def row(self, number: int) -> TrialRow:
-        """Return a trial."""
         return next(row for row in self.rows if row.number == number)
 
     @property
     def failed(self) -> dict[int, str]:
-        """Errors of trials that failed."""
         return {row.number: row.error or "" for row in self.rows if row.state == "failed"}
 
     @property
@@ -152,7 +144,6 @@ def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome
 
 
 def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> TrialRow:
-    """Read a trial from its folder."""
     state, reached = folder.state(number, tasks)
     results, records = folder.results(number), reached.phases
     error = folder.error(number) if state == "failed" else None
@@ -232,13 +223,6 @@ def _rank(row: TrialRow, sweep: SweepConfig, front: Sequence[int]) -> tuple[Any,
     return state, behind, -row.tasks, float("inf") if score is None else sign * score, row.number
 
 
-PICTURES: dict[str, Callable[[Tree, str | Path], Path]] = {
-    "parallel.png": parallel_coordinates,
-    "sensitivity.png": sensitivity,
-    "pareto.png": pareto_front,
-}
-
-
 def write_outcome(outcome: SweepOutcome, directory: str) -> tuple[str, list[str]]:
     """Write all files; the tables, and addresses of what was written."""
     storage = SweepFolder.of(outcome.sweep, directory).storage
@@ -270,8 +254,8 @@ def _page(outcome: SweepOutcome, directory: str, tables: Sequence[Page]) -> str:
 
 
 def _draw(summary: Tree, storage: Storage) -> list[str]:
-    names = [name for name in PICTURES if name != "pareto.png" or len(summary["metric"]) > 1]
+    figures = figures_of(summary)
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            storage.write(name, PICTURES[name](summary, f"{folder}/{name}").read_bytes())
-    return names
+        for name, figure in figures.items():
+            storage.write(name, save_png(figure, f"{folder}/{name}").read_bytes())
+    return list(figures)

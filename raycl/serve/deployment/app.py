@@ -5,8 +5,6 @@
 The one place where the service meets Ray Serve.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

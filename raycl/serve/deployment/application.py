@@ -1,7 +1,5 @@
 """An endpoint as an application of Ray Serve: its name on a cluster, its start next to others, its end."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """An endpoint from the command line: started here, pointed at another snapshot, or at a candidate that passes."""
 
-from __future__ import annotations
-
 import io
 import logging
 import signal

@@ -1,7 +1,5 @@
 """Requests in the running batch: each waits until its adapters fit, then its text is sent while it is decoded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -174,7 +172,6 @@ class RequestBatch(ContinuousBatch[RequestRow]):
         return super().keep(going)
 
     def drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
         self.joining = [ready for ready in self.joining if not ready.request.cancelled]
         self.keep([number for number, row in enumerate(self.rows) if not row.request.cancelled])
 

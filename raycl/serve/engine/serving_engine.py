@@ -5,8 +5,6 @@ decoded in one running batch that new ones join and finished ones leave, each ro
 different snapshots side by side.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import sys
@@ -39,10 +37,17 @@ from raycl.generation.requests import (
 )
 from raycl.generation.task_prompts import route_batch
 from raycl.scoring.scored_task import recorded_settings
-from raycl.serve.engine.engine_requests import CLOSED, FAILURES, EngineRequest, is_last
+from raycl.serve.engine.engine_requests import (
+    CLOSED,
+    FAILURES,
+    EngineRequest,
+    heads_of,
+    is_last,
+    mixtures_of,
+    template_of,
+)
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, MultiSnapshotModel
 from raycl.serve.engine.request_batch import OVERFLOW, PreparedRequest, RequestBatch
-from raycl.serve.engine.request_mixtures import heads_of, mixtures_of, template_of
 from raycl.serve.engine.truncation import PromptRequest, RoutedPrompt, Truncation
 from raycl.serve.errors import InternalError, UnknownTextError
 from raycl.types import Capabilities, Mixture
@@ -162,12 +167,10 @@ class ServingEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The capabilities of the backbone."""
         return self.model.backbone.capabilities
 
     @property
     def codec(self) -> HFCodec:
-        """The tokenizer of the backbone."""
         return self.model.backbone.codec
 
     @property
@@ -253,7 +256,6 @@ class ServingEngine:
         self._texts.clear()
 
     def _drop_cancelled(self) -> None:
-        """Remove cancelled requests."""
         gone = [request for request in (*self._waiting, *self._texts.requests) if request.cancelled]
         if gone:
             self._waiting = [request for request in self._waiting if not request.cancelled]

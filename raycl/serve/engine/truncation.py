@@ -1,7 +1,5 @@
 """A text as the ids of its prompt: truncated at its end as in training, or rejected where it may not be truncated."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

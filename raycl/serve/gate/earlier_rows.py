@@ -4,8 +4,6 @@ The rows of a revised task are whatever its run was given. A snapshot that is ri
 that the task had.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Evaluating takes a backbone of its own. Its resources are reserved during the ev
 or cannot be evaluated is reported by the endpoint, its metrics and its log.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ A task that the candidate lacks is evaluated all the same. One whose rows are no
 learned again, is evaluated on both.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Frameworks notice that a client has gone only when they write to it, and until then a text is generated in vain.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

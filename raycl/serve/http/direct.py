@@ -3,8 +3,6 @@
 FastAPI answers whatever is no valid request of one of these endpoints, and so decides what is said about it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Drift: the active snapshot's answers beside rows that its tasks were learned from, read by the same router."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence
@@ -16,8 +14,7 @@ from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.gate.earlier_rows import stream_of
 from raycl.serve.http.schema import DriftAnswer, UnsureAnswer
-from raycl.serve.service.history import History
-from raycl.serve.service.served_counts import MOST_TASKS, OTHER_LABEL, TaskCounts
+from raycl.serve.service.history import MOST_TASKS, OTHER_LABEL, History, TaskCounts
 from raycl.serve.service.service import ServedAnswer, Service
 from raycl.types import Task
 
@@ -122,7 +119,6 @@ def record(
 
 
 def add_drift(app: FastAPI, service: Service, history: History) -> None:
-    """Add the endpoints of drift."""
     training = TrainingCounts(service)
 
     @app.get("/v1/drift", response_model=None, responses={200: {"model": DriftAnswer}})

@@ -1,7 +1,5 @@
 """The selections of a request: a snapshot, its adapters and the settings of generated answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -22,9 +22,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from raycl.data.sources.conversation import ROLES, text_of, with_tools
+from raycl.data.sources.conversation import ROLES, call_tree, calls_text, result_text, text_of, tools_text, with_tools
 from raycl.data.sources.conversation import Message as Turn
-from raycl.data.sources.tools import call_tree, calls_text, result_text, tools_text
 from raycl.errors import meant
 from raycl.serve.http.tool_calls import forced_schema
 
@@ -67,11 +66,9 @@ class Neutral:
         self.values = (None, *values)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check the value."""
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """List the values."""
         return {"enum": list(self.values), "description": "not supported: left out, or one of these"}
 
     def _check(self, value: Any) -> Any:
@@ -87,12 +84,10 @@ class NullIs:
         self.default = default
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Replace null."""
         inner = handler(source)
         return core_schema.no_info_before_validator_function(lambda v: self.default if v is None else v, inner)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Allow null."""
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
@@ -360,7 +355,6 @@ class ChatMessage(Wire):
 
     @property
     def text(self) -> str:
-        """The text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
@@ -421,7 +415,6 @@ class ChatRequest(Generation):
 
     @property
     def top(self) -> int | None:
-        """See `Generation`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -483,7 +476,6 @@ class CompletionRequest(Generation):
 
     @property
     def top(self) -> int | None:
-        """See `Generation`."""
         return self.logprobs
 
     @property
@@ -507,7 +499,6 @@ class ClassifyRequest(Request):
 
     @property
     def texts(self) -> list[str]:
-        """All texts."""
         return [self.input] if isinstance(self.input, str) else self.input
 
 

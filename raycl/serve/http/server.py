@@ -4,8 +4,6 @@ The proxy costs a request several milliseconds of CPU, as much as a small model'
 the port, and the kernel spreads connections over them (SO_REUSEPORT).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

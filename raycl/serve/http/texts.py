@@ -1,7 +1,5 @@
 """The endpoints that answer with texts: OpenAI's chat and completions, whole or as a stream."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -13,12 +11,12 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from raycl.backbone.codec import HFCodec
 from raycl.errors import RayclError
-from raycl.generation.requests import PromptLogprobs, ResponseMetadata, Started, TextDelta, TokenLogprobs
+from raycl.generation.requests import PromptLogprobs, ResponseMetadata, Started, TextDelta, TokenLogprob, TokenLogprobs
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError, PromptTooLongError, error_response
 from raycl.serve.http.drift import record
-from raycl.serve.http.logprobs import chat_logprobs, text_logprobs
 from raycl.serve.http.request_selection import details_of, sampling_of, select
 from raycl.serve.http.schema import ChatAnswer, ChatRequest, CompletionRequest, Generation, TextAnswer
 from raycl.serve.http.tool_calls import CallParser, ToolCall
@@ -57,8 +55,6 @@ class GenerationOptions:
 
 
 def add_texts(app: FastAPI, service: Service, history: History) -> None:
-    """Add both endpoints."""
-
     @app.post("/v1/chat/completions", response_model=None, responses={200: {"model": ChatAnswer, "content": STREAM}})
     async def chat(request: ChatRequest) -> Response:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
@@ -312,3 +308,43 @@ def usage(answers: Sequence[ServedAnswer], n: int = 1) -> dict[str, int]:
     prompt = sum(answer.metadata.prompt_tokens for answer in answers[::n] if answer.metadata)
     completion = sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+LEAST = -9999.0
+"""Sent instead of smaller ones, since JSON has no infinity; vLLM's value."""
+
+
+def chat_logprobs(codec: HFCodec, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """Return `logprobs` of a choice or a chunk of a chat."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": codec.token_text(token), "logprob": max(logprob, LEAST), "bytes": codec.token_bytes(token)}
+
+    content = [
+        {**entry(one.token, one.logprob), "top_logprobs": [entry(*other) for other in one.top]} for one in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    codec: HFCodec, logprobs: Sequence[TokenLogprobs], offset: int = 0, prompt: PromptLogprobs | None = None
+) -> dict[str, Any]:
+    """Return `logprobs` of a choice or a chunk of a completion.
+
+    Args:
+        offset: characters of the choice before these tokens.
+        prompt: those of the prompt, where it is echoed before them.
+    """
+    found = [*(prompt.logprobs if prompt else ()), *logprobs]
+    tokens = [*([codec.token_text(prompt.first)] if prompt else []), *(codec.token_text(one.token) for one in found)]
+    chances: list[float | None] = [*([None] if prompt else []), *(max(one.logprob, LEAST) for one in found)]
+    top: list[dict[str, float] | None] = [*([None] if prompt else []), *(_top(codec, one) for one in found)]
+    offsets = [offset + sum(map(len, tokens[:number])) for number in range(len(tokens))]
+    return {"tokens": tokens, "token_logprobs": chances, "top_logprobs": top, "text_offset": offsets}
+
+
+def _top(codec: HFCodec, one: TokenLogprobs) -> dict[str, float]:
+    """Return the most likely tokens at a place, the chosen one among them."""
+    own = TokenLogprob(one.token, one.logprob)
+    texts = {codec.token_text(token): max(logprob, LEAST) for token, logprob in (*reversed(one.top), own)}
+    return dict(sorted(texts.items(), key=lambda pair: -pair[1]))

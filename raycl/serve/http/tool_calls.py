@@ -5,8 +5,6 @@ A tokenizer's own template may hold regular expressions, which run in a process 
 (`raycl.backbone.markup.rendering`), called from a thread of its own, so that they stall no other request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

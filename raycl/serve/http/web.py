@@ -1,8 +1,8 @@
 """The endpoints: labels, routes, models, administration, health and the playground; `texts` has the others."""
 
-from __future__ import annotations
-
 import json
+import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 
 from raycl import __version__
+from raycl.bank import Snapshot
+from raycl.data.stream import Stream
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
 from raycl.serve.errors import RETRYABLE, InvalidRequestError, NotFoundError, body_of, error_response
+from raycl.serve.gate.earlier_rows import stream_of
 from raycl.serve.http.access import Keys, guarded
 from raycl.serve.http.direct import DirectEndpoints, endpoints_of
 from raycl.serve.http.drift import add_drift, record
-from raycl.serve.http.examples import Examples
 from raycl.serve.http.request_selection import details_of, select, served_tasks
-from raycl.serve.http.response_counter import ResponseCounter
 from raycl.serve.http.schema import (
     AUTO,
     ActivateAnswer,
@@ -41,6 +42,8 @@ from raycl.serve.http.schema import (
 from raycl.serve.http.texts import add_texts, usage
 from raycl.serve.service.history import History
 from raycl.serve.service.service import ServedAnswer, Service
+from raycl.serve.settings import ServeConfig
+from raycl.types import Task
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503, 504)
@@ -305,3 +308,78 @@ def _add_health(app: FastAPI, service: Service) -> None:
             return _Plain(body_of("the queue is full", "server_error"), 503)
         active = service.snapshot_manager.active.snapshot.number
         return JSONResponse({"status": "ready", "snapshot": active, "metrics": service.metrics_url})
+
+
+COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/classify")
+"""Paths of requests for answers; the playground asks for mixtures alone while a text is typed."""
+
+
+class ResponseCounter:
+    """ASGI middleware; an error inside a stream comes after its status, and is not counted as one."""
+
+    def __init__(self, app: Any, history: History) -> None:
+        self.app = app
+        self.history = history
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+
+        async def counted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.history.add_response(message["status"])
+            await send(message)
+
+        counts = scope["type"] == "http" and scope["path"].endswith(COUNTED)
+        await self.app(scope, receive, counted if counts else send)
+
+
+log: logging.Logger = logging.getLogger(__name__)
+
+DEFAULT = 2
+"""Examples of each task where the setting is null and only this machine is answered."""
+
+LONGEST = 600
+"""Characters of an example: a longer text is not taken."""
+
+READ = 50
+"""Rows of a task that are looked at."""
+
+
+class Examples:
+    """Reads the examples of one snapshot at a time, and keeps those of the last one.
+
+    Args:
+        has_keys: others than this machine may be answered.
+    """
+
+    def __init__(self, config: ServeConfig, has_keys: bool) -> None:
+        self._config = config
+        self._count = config.examples if config.examples is not None else 0 if has_keys else DEFAULT
+        self._lock = threading.Lock()
+        self._read: tuple[str, dict[str, list[str]]] = ("", {})
+
+    def of(self, snapshot: Snapshot) -> dict[str, list[str]]:
+        """Return task -> texts; nothing where none are wanted, or the data cannot be read here."""
+        if not self._count:
+            return {}
+        with self._lock:
+            if self._read[0] != snapshot.sha256:
+                self._read = (snapshot.sha256, self._texts(snapshot))
+            return self._read[1]
+
+    def _texts(self, snapshot: Snapshot) -> dict[str, list[str]]:
+        try:
+            stream = stream_of(snapshot, self._config)
+            learned = {task.name for task in snapshot.tasks}
+            return {task.name: self._of_task(stream, task) for task in stream.tasks if task.name in learned}
+        except RayclError as error:
+            log.info("the playground shows no examples: %s", error)
+            return {}
+
+    def _of_task(self, stream: Stream, task: Task) -> list[str]:
+        """Return the first test texts that are not too long."""
+        source = stream.source(task, "test")
+        if source is None or stream.is_chat(task):
+            return []
+        texts = source.open().values("text", stream.rows(task, "test")[:READ])
+        return [text for text in texts if text.strip() and len(text) <= LONGEST][: self._count]

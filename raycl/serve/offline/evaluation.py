@@ -1,7 +1,5 @@
 """Scores of a snapshot: on the tasks of a stream, as its run's evaluation scores them, and on rows of any files."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ import aiohttp
 from pydantic import Field, model_validator
 
 from raycl.config import Section
-from raycl.config.addresses import check_no_secret
+from raycl.config.trust import check_no_secret
 from raycl.metrics.judged import Verdict
 from raycl.serve.errors import UnavailableError
 

@@ -4,8 +4,6 @@ Prompts come as TRACE's repository has them (inference/HHH): `helpful/<set>/test
 lists of `{"prompt": ...}`. Each judged prompt is a line of a file, so that a comparison that stops continues there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -327,7 +327,6 @@ class OfflineModel:
         )
 
     def close(self) -> None:
-        """Stop its thread."""
         self._engine.close()
 
     def __enter__(self) -> OfflineModel:

@@ -1,7 +1,5 @@
 """Rows of files that are answered, in order, with those that cannot be used and the other columns of each."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ One process answers as fast as its device; parts do not depend on each other. Th
 `raycl.serve.offline.prediction_files`, so that either way continues what the other began.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

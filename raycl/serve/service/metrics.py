@@ -1,7 +1,5 @@
 """Metrics that a replica reports to Prometheus, through Ray's own endpoint."""
 
-from __future__ import annotations
-
 import threading
 import time
 

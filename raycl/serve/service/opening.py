@@ -1,7 +1,5 @@
 """Opens the service of a bank: backbone, engine and snapshots."""
 
-from __future__ import annotations
-
 import logging
 import queue
 
@@ -109,6 +107,5 @@ def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
 
 
 def close_service(service: Service) -> None:
-    """Stop its threads."""
     service.snapshot_manager.close()
     service.engine.close()

@@ -1,7 +1,5 @@
 """The endpoint's service without HTTP: requests go to the engine, its events become answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

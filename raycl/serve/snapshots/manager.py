@@ -4,8 +4,6 @@ A request keeps the snapshot that it began with. The active one follows the bank
 gate, what was published since the last decision counts as activated.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -324,6 +322,5 @@ class SnapshotManager:
         self.problem = message
 
     def close(self) -> None:
-        """Stop watching."""
         self._stopped.set()
         self._thread.join(timeout=30)

@@ -1,7 +1,5 @@
 """Snapshots of a bank: the one that should answer, and the parts of an open one: backbone, router, adapters, data."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,8 +14,7 @@ from raycl.bank.bank import ObjectReader
 from raycl.bank.branches import missing_branch
 from raycl.bank.states import get_router
 from raycl.config import Tree
-from raycl.config.addresses import addresses, require_named
-from raycl.config.trust import NONE_GIVEN, RISKS, Permissions
+from raycl.config.trust import NONE_GIVEN, RISKS, Permissions, addresses, require_named
 from raycl.errors import BankError, StorageError
 from raycl.routing.router import Router
 from raycl.routing.routers import make_router

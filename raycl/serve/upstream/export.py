@@ -1,7 +1,5 @@
 """The record of an export for another engine, and top-1 choice among its adapters by the snapshot's router."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 

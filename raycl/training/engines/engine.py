@@ -129,7 +129,7 @@ class OpenEngine(Protocol):
         ...
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Plain PyTorch; with several workers, gradients are summed in buckets during the backward pass.
 
     Trained parameters are kept in float32; a bfloat16 backbone computes under autocast.
@@ -206,11 +206,9 @@ class TorchEngine:
         return _laid_out_as(self.parts[name], value)
 
     def _norm(self) -> Tensor:
-        """Return the norm of the full gradient."""
         return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
-        """Run a teacher-forced pass."""
         output: Output = self.backbone(batch)
         return output
 
@@ -276,7 +274,6 @@ class TorchEngine:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the next step will use."""
         return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -317,7 +314,6 @@ class TorchEngine:
         advance(self.schedule, steps)
 
     def close(self) -> None:
-        """Drop the optimizer."""
         self.buckets.close()
         self.optimizer.state.clear()
         self._clear_gradients()

@@ -229,7 +229,6 @@ class Parts(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step both optimizers."""
         for part in self.parts:
             part.step()
 

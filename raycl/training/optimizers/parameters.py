@@ -116,7 +116,6 @@ def release(kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 
 def schedule(optimizer: Optimizer, train: TrainConfig, steps: int) -> LambdaLR:
-    """Return the schedule of that name over `steps` optimizer steps."""
     warmup, decay = train.warmup(steps), DECAYS[train.lr_scheduler]
 
     def factor(step: int) -> float:

@@ -231,7 +231,6 @@ class PhaseData(TaskContext):
             yield collate(mine[start : start + size], size).to(self.world.device)
 
     def trained(self) -> dict[str, Parameter]:
-        """Return the parameters that are trained, by name."""
         own = self.context.backbone.named_parameters()
         return {name: parameter for name, parameter in own if parameter.requires_grad and parameter.numel()}
 

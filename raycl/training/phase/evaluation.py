@@ -3,6 +3,7 @@
 Every task's examples are spread over the workers.
 """
 
+import contextlib
 import json
 import logging
 import time
@@ -23,6 +24,8 @@ from raycl.generation.requests import AllowedTokens
 from raycl.methods.base import activate
 from raycl.metrics.text_scores import score_texts
 from raycl.progress import counted_off
+from raycl.scoring.general_ability import ability, line_of_ability, measure
+from raycl.scoring.harness import RoutedModel
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
@@ -31,6 +34,39 @@ from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
+
+
+def general_scores(
+    context: TrainingContext, world: DistributedContext, router: PublishedRouter | None, is_bare: bool = False
+) -> dict[str, Score]:
+    """Return the task and metric -> score. Collective; rank 0 logs each.
+
+    Args:
+        router: router of the phase; None: the model has no adapters.
+        is_bare: the backbone without adapters answers.
+    """
+    method = context.method
+
+    def route(batch: Batch) -> Mixture | None:
+        if is_bare or router is None:
+            return None
+        return router.rule.applied(router.mixture(batch.to(world.device)))
+
+    model = RoutedModel(
+        context.backbone,
+        (lambda mixture: contextlib.nullcontext()) if is_bare else (lambda mixture: activate(method, mixture)),
+        route,
+        context.evaluation.batch_size,
+        share=(world.rank, world.size),
+        gather=world.gather,
+    )
+    scores = measure(model, context.evaluation.general)
+    if world.is_first:
+        log.info("    general ability %s: %.1f", "before any training" if is_bare else "now", ability(scores))
+        for name, score in scores.items():
+            log.info("%s", line_of_ability(name, score))
+    return scores
+
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -136,7 +172,6 @@ class StreamEvaluation:
 
     def general(self) -> dict[str, Score]:
         """Return the task of lm-eval and its metric -> score, by texts that come without a task."""
-        from raycl.training.phase.general import general_scores  # imports lm-eval, which is an extra
 
         if self.before is not None:
             self.before("general ability")

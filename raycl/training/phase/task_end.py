@@ -3,8 +3,6 @@
 A task that another worker group has learned by itself is joined in the same way.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from raycl.bank.tensor_groups import TensorGroups

@@ -1,4 +1,14 @@
-"""Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint."""
+"""Training of one phase, from its first batch, or a checkpoint in its middle, to its last checkpoint.
+
+It checks that the optimizer uses the gradients that modifiers return, on the real model, engine and data.
+
+Some engines copy gradients before they can be edited (DeepSpeed 0.14.2 at ZeRO 0 in bfloat16, which the authors of MIGU
+pinned; 0.19.8 at ZeRO 1 in bfloat16 with float32 accumulation), and then a mask does nothing, silently. The running
+average of gradients (Adam's first moment) shows it: where the gradient was zero it has only decayed, whatever the
+learning rate, weight decay, clipping or precision. It is read around the first steps of every task, until one has a
+gradient, and nothing is changed: a trial step beforehand would have to put weights, moments, schedule and partitions
+back under five engines, and would prove less, since it is not the step that counts.
+"""
 
 import logging
 import time
@@ -10,17 +20,16 @@ import torch
 from torch import Tensor
 
 from raycl.data.loader import Loader
-from raycl.errors import DivergedError
-from raycl.methods.base import Learned, activate_trainable, phase_labels, trained_names
+from raycl.errors import DivergedError, RunError
+from raycl.methods.base import Learned, Method, activate_trainable, phase_labels, trained_names
 from raycl.methods.context import LEAST_TRIAL, Step, TaskContext
 from raycl.methods.modifier import Modifiers
+from raycl.methods.queries import bare_queries
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import NONE, Engine, OpenEngine, Share, scattered, weights_of
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
-from raycl.training.phase.gradient_check import GradientMaskCheck
-from raycl.training.phase.known_texts import learn_texts
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
 from raycl.training.phase.task_end import keep_learned
@@ -261,3 +270,89 @@ def begin_phase(data: PhaseData) -> None:
     if not data.resumed:
         data.context.schedule.begin(method)
     method.begin_task(data.phase, data)
+
+
+def learn_texts(method: Method, context: TaskContext) -> None:
+    """Add the phase's texts to `Method.bare`, where its router is to know them; the same on all workers."""
+    config, learner = method.config, method.learner
+    if not config.knows_texts or config.own_statistics or learner.task_id_given:
+        return
+    queries_ND = bare_queries(context, learner.backbone, learner.seed)
+    if len(queries_ND):
+        dev_MD = bare_queries(context, learner.backbone, learner.seed, "dev")
+        learner.bare.add(context.phase.name, queries_ND, dev_MD)
+
+
+TOLERANCE = 1e-5
+"""Share of the decayed moment's largest entry; exactly 0 where it was zero before, as at the start of every task."""
+
+STEPS = 20
+"""Steps that are checked until one proves it; below a new label head, and for LoRA's A, gradients are 0 at first."""
+
+
+class GradientMaskCheck:
+    """First moments of a few parameters around a step. Collective: every worker looks at the same ones.
+
+    Attributes:
+        steps_left: steps that may still be checked; 0 if the check has passed, or there is nothing to check.
+    """
+
+    def __init__(self, engine: Engine, modifiers: Modifiers, moment: tuple[str, float] | None) -> None:
+        """Create the check of one task's engine.
+
+        Args:
+            moment: name and decay rate of the optimizer's running average of gradients; None: it has none, and nothing
+                is checked.
+        """
+        self.engine = engine
+        self.modifiers = modifiers
+        self.moment, self.decay = moment or ("", 0.0)
+        self.names: list[str] = _sampled_names(modifiers.parameter_names) if moment else []
+        self.steps_left = STEPS if self.names else 0
+        self._before: dict[str, Tensor] = {}
+
+    def before_step(self) -> None:
+        """Read the moments."""
+        if self.steps_left:
+            self._before = self.engine.optimizer_state(self.names)
+
+    def after_step(self) -> None:
+        """Compare moments with the mask.
+
+        Raises:
+            RunError: the optimizer saw a gradient where there should be none.
+        """
+        if not self.steps_left:
+            return
+        after = self.engine.optimizer_state(self.names)
+        masked = [name for name in self.names if self.modifiers.masked(name) is not None]
+        conclusive = [
+            self._is_conclusive(name, *(state[f"{name}/{self.moment}"] for state in (self._before, after)))
+            for name in masked
+        ]
+        self.steps_left = 0 if any(conclusive) or not masked else self.steps_left - 1
+
+    def _is_conclusive(self, name: str, before: Tensor, after: Tensor) -> bool:
+        """Return whether there was a gradient at all, so that its absence in the masked rows proves something."""
+        masked, held = self.modifiers.masked(name), self.modifiers.held(name)
+        assert masked is not None
+        expected = before * self.decay
+        if held is not None:
+            expected = torch.where(held.cpu(), before, expected)
+        updated = (after - expected).abs() > TOLERANCE * float(expected.abs().max())
+        masked = masked.cpu().expand_as(updated)
+        wrong, all_masked = int((updated & masked).sum()), int(masked.sum())
+        if wrong:
+            raise RunError(
+                f"the optimizer saw a gradient in {wrong} of {all_masked} masked weights of '{name}': this engine "
+                "ignores edited gradients, so its modifiers would do nothing; use engine=torch or another "
+                "engine.zero_stage, or take gradient accumulation types out of engine.extra"
+            )
+        return bool((updated & ~masked).any())
+
+
+def _sampled_names(names: list[str]) -> list[str]:
+    """Return two neighbours (A and B of LoRA, whose A has no gradient at first) at start, middle and end."""
+    middle = len(names) // 2
+    indices = {0, 1, middle, middle + 1, len(names) - 2, len(names) - 1}
+    return [name for index, name in enumerate(names) if index in indices]

@@ -12,8 +12,8 @@ from typing import Any
 
 from raycl.bank.manifest import Sha256
 from raycl.bank.pruning import hold_lease
-from raycl.config.addresses import Server
 from raycl.config.names import FolderName
+from raycl.config.trust import Server
 from raycl.errors import AlreadyExistsError, CheckpointError, DamagedError
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal

@@ -43,7 +43,7 @@ from raycl.bank.manifest import (
 from raycl.bank.pruning import record_removal, removed_from
 from raycl.bank.states import ENCODER, state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
-from raycl.config.addresses import TEXTS
+from raycl.config.trust import TEXTS
 from raycl.data.sources.cache import cache_folder
 from raycl.errors import BankError, StorageError, counted
 from raycl.progress import counted_off
@@ -116,7 +116,6 @@ def cause_of(error: BaseException) -> str:
 
 
 def on_hub(address: str) -> bool:
-    """Return whether an address is one of the hub."""
     return address.startswith(HUB)
 
 

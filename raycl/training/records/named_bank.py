@@ -12,7 +12,7 @@ number or hash of their snapshots.
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
-from raycl.config.addresses import announce
+from raycl.config.trust import announce
 from raycl.errors import BankError, some
 from raycl.storage import Storage
 from raycl.training.definition.settings import BankConfig

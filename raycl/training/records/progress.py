@@ -43,7 +43,6 @@ class Trace:
         self._lines: list[str] = []
 
     def add(self, phase: Phase, step: int, result: StepResult, seconds: float) -> None:
-        """Add one step."""
         place = {"phase": phase.index, "task": phase.name, "step": step}
         record = {**place, **asdict(result), "seconds": round(seconds, 4)}
         self._lines.append(json.dumps(record))

@@ -31,7 +31,7 @@ from raycl.training.records.progress import Progress, StepResult, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
 from raycl.training.records.results import build_results, matrix_of, metrics_so_far
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
-from raycl.training.tracking.tracker import Tracker
+from raycl.training.tracking.trackers import Tracker
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
@@ -112,7 +112,6 @@ class Recorder:
             self.journal.go_back(checkpoint_names, phases)
 
     def step(self, phase: Phase, step: int, steps: int, result: StepResult, seconds: float) -> None:
-        """Record an optimizer step."""
         if self.trace is None:
             return
         self.trace.add(phase, step, result, seconds)

@@ -15,9 +15,9 @@ from raycl.backbone.load import because_of_kind, known_capabilities
 from raycl.backbone.markup.chat_templates import with_template_files
 from raycl.backbone.model_files import resolve as resolve_backbone
 from raycl.config import Section, Tree, trust
-from raycl.config.addresses import announce
 from raycl.config.names import problem_of, shown
 from raycl.config.trainer_names import batch_of_workers, rename_in
+from raycl.config.trust import announce
 from raycl.config.unused import refuse, unused_written
 from raycl.data.benchmarks.orders import ALIASES, BUILTIN, ORDERS
 from raycl.data.resolve import resolve
@@ -254,7 +254,6 @@ def phases(config: RunConfig, stream: Stream) -> tuple[Phase, ...]:
 
 
 def default_directory() -> str:
-    """Return the default folder of runs."""
     in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
     return os.environ.get("RAYCL_RUNS") or ("~/raycl-runs" if in_job else "runs")
 

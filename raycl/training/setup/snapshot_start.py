@@ -10,7 +10,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.states import state_objects
 from raycl.config import Tree
-from raycl.config.addresses import addresses, require_named
+from raycl.config.trust import addresses, require_named
 from raycl.data.resolve import missing_files
 from raycl.data.settings import RecordedTask, StreamConfig
 from raycl.errors import BankError, ConfigError

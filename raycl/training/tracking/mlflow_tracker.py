@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from raycl.config import Tree, flatten
 from raycl.errors import ConfigError
-from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 TAG = "raycl.run"
 """Tag of a run with its id."""

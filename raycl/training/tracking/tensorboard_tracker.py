@@ -8,7 +8,7 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from raycl.config import tree_to_yaml
-from raycl.training.tracking.tracker import Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import Axis, Cell, TrackedRun
 
 
 class TensorBoardTracker:
@@ -23,7 +23,6 @@ class TensorBoardTracker:
         self._writers: dict[Axis, SummaryWriter] = {}
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         for name, value in metrics.items():
             self._opened(axis, at).add_scalar(name, value, at)
 
@@ -34,7 +33,6 @@ class TensorBoardTracker:
         self._opened("task", task).add_text(name, "\n".join([text[0], "|" + "---|" * len(columns), *text[1:]]), task)
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         with Image.open(file) as image:
             pixels = np.asarray(image.convert("RGB"))
         self._opened("task", task).add_image(name, pixels, task, dataformats="HWC")

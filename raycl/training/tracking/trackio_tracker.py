@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 
 class TrackioTracker:
@@ -34,19 +34,15 @@ class TrackioTracker:
             )
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         self._run.log(metrics, step=at)
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table of Trackio's."""
         data = self._trackio.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({name: data}, step=task)
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         self._run.log({name: self._trackio.Image(str(file))}, step=task)
 
     def close(self, failed: bool = False) -> None:
-        """Finish the run."""
         with redirect_stdout(sys.stderr):
             self._trackio.finish()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from raycl.errors import ConfigError
-from raycl.training.tracking.tracker import PROJECT, Axis, Cell, TrackedRun
+from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -53,15 +53,12 @@ class WandbTracker:
             self._run.define_metric(names, step_metric=axis)
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
-        """Record numbers."""
         self._record(axis, at, metrics)
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Record a table of wandb's."""
         self._record("task", task, {name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
 
     def picture(self, task: int, name: str, file: Path) -> None:
-        """Record a picture."""
         self._record("task", task, {name: wandb.Image(str(file))})
 
     def _record(self, axis: Axis, at: int, values: dict[str, Any]) -> None:

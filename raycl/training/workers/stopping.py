@@ -82,7 +82,6 @@ class HostStop:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether there is a request."""
         return bool(self.reason)
 
 

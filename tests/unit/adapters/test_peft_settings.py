@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.card import CardMetadata
+from raycl.adapters.rows import StaticRows
 from raycl.adapters.state import combine, fold
 from raycl.backbone import BackboneConfig
 from raycl.backbone.codec import capabilities_of
@@ -151,7 +152,8 @@ def test_what_is_no_sum_is_used_alone(llama: Path, name: str) -> None:
     torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-5)
     with stack.activate(Mixture.same({"plain": 0.5}, 2)):
         torch.testing.assert_close(result[1], logits(model)[1], atol=1e-5, rtol=1e-5)
-    with stack.activate(mixture, static=stack.preallocate(8, 2)):
+    copying = [name for name, state in stack.states.items() if state.copies]
+    with stack.activate(mixture, static=StaticRows(stack.pool, 8, 2, list(stack.layers), copying)):
         torch.testing.assert_close(logits(model), result, atol=1e-5, rtol=1e-5)
     for weights in ({"dora": 0.5}, {"dora": 1.0, "plain": 0.5}):
         with pytest.raises(AdapterError, match=r"'dora' is a DoRA .* expected it alone with weight 1"):

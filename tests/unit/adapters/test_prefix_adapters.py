@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.formula import attend
+from raycl.adapters.rows import StaticRows
 from raycl.adapters.state import combine, fold
 from raycl.backbone.roles import linear_names, query_of
 from raycl.errors import AdapterError, BackboneError
@@ -148,7 +149,7 @@ def test_every_way_of_running_gives_the_same(kind: str) -> None:
         own = logits(backbone)
         stack.plan.own = None
         torch.testing.assert_close(logits(backbone), own, atol=1e-5, rtol=1e-5)
-    room = stack.preallocate(rows=8, sequences=4)
+    room = StaticRows(stack.pool, rows=8, sequences=4)
     with torch.no_grad(), stack.activate(mixture, static=room):
         torch.testing.assert_close(logits(backbone), expected, atol=1e-5, rtol=1e-5)
     stack.drop("b")
@@ -189,7 +190,7 @@ def test_generation_attends_at_every_step(kind: str) -> None:
 
 def test_compiled_once_for_all_mixtures() -> None:
     backbone, stack, _ = stacked("llama")
-    room = stack.preallocate(rows=8, sequences=4)
+    room = StaticRows(stack.pool, rows=8, sequences=4)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
-from raycl.adapters.self_activation import SelfActivation
+from raycl.adapters.formula import SelfActivation
 from raycl.types import Activation, AdapterState, Mixture
 
 MEMORY = SelfActivation(top_k=3, temperature=0.1, threshold=0.25)

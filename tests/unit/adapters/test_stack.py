@@ -12,6 +12,7 @@ from tiny import tokenizer
 from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
+from raycl.adapters.rows import StaticRows
 from raycl.adapters.state import combine, fold
 from raycl.backbone.roles import linear_names
 from raycl.errors import AdapterError
@@ -258,7 +259,7 @@ def test_adapters_that_are_loaded_later_give_the_same_bits_in_any_order_of_use()
 @pytest.mark.parametrize("activation", ["", MEMORY, *(["relu"] if FULL else [])])
 def test_compiled_once_for_all_mixtures_and_for_adapters_learned_later(activation: Activation) -> None:
     backbone, stack, _states = stacked("llama", activation)
-    room = stack.preallocate(rows=8, sequences=4)
+    room = StaticRows(stack.pool, rows=8, sequences=4)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager", dynamic=False)
     with torch.no_grad():
@@ -359,7 +360,7 @@ def test_every_kernel_equals_the_plain_sum(activation: Activation, form: str, re
     else:
         for name, block in blocks.items():
             stack.load(name, AdapterState({"0": block}, 1.5, activation=activation))
-    room = stack.preallocate(rows=18, sequences=4) if form == "static" else None
+    room = StaticRows(stack.pool, rows=18, sequences=4) if form == "static" else None
     x, weights = torch.randn(4, 8, 6).double(), torch.zeros(4, 8)
     for row, pair in enumerate(((0.7, -0.4), (0.5, 0.2), (0.0, 1.3), (0.3, 0.1))):
         weights[row, 2 * row : 2 * row + 2] = torch.tensor(pair)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallel import CLUSTER_LIMIT, Times, make_tree, on_a_cluster, simulated
-from raycl.launch.task_schedule import TaskSchedule
+from raycl.launch.parallel_tasks import TaskSchedule
 from raycl.training.definition.job import TaskPart
 from raycl.types import Phase
 

@@ -13,7 +13,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
 from raycl import api
 from raycl.api.tasks import InMemoryTask
-from raycl.config.addresses import Server, require_named
+from raycl.config.trust import Server, require_named
 from raycl.data.sources.slices import sliced
 from raycl.data.stream import Stream, StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError

@@ -16,9 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from raycl.generation.logits import adjusted
 from raycl.generation.requests import AllowedTokens, Sampling
-from raycl.generation.sampling import pick
+from raycl.generation.sampling import adjusted, pick
 
 PROMPT, ANSWER = [1, 2, 2], [2, 4, 4, 4]
 LOGITS = [0.5, -1.0, 2.0, 3.0, -0.25, 0.0]

@@ -5,7 +5,7 @@ How long groups take by it is tested with the benchmark that simulates them.
 
 from __future__ import annotations
 
-from raycl.launch.task_schedule import TaskSchedule
+from raycl.launch.parallel_tasks import TaskSchedule
 from raycl.training.definition.job import TaskPart
 from raycl.types import Phase
 

@@ -14,9 +14,18 @@ from torch.nn.functional import cross_entropy, linear, mse_loss
 from raycl.backbone.base import loss_count
 from raycl.errors import BankError, ConfigError
 from raycl.methods.context import Step
-from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
-from raycl.methods.replay.idbr.examples import HALVES, halves_of, is_halves, is_real, nearest_to_centroids, orders
-from raycl.methods.replay.idbr.idbr import Idbr, IdbrConfig
+from raycl.methods.replay.idbr import (
+    HALVES,
+    DisentangledHead,
+    Idbr,
+    IdbrConfig,
+    TaskHead,
+    halves_of,
+    is_halves,
+    is_real,
+    nearest_to_centroids,
+    orders,
+)
 from raycl.storage import Storage
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext

@@ -10,7 +10,7 @@ import torch
 from phases import begin_phase, end_phase
 from tiny import Lab, exported, matrix, run, trace
 
-from raycl.adapters.self_activation import SelfActivation
+from raycl.adapters.formula import SelfActivation
 from raycl.config import validate
 from raycl.errors import ConfigError
 from raycl.methods.lora.moram import Moram, MoramConfig

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycl.errors import BankError, RetrievalError
+from raycl.methods.slm.slm import newest_rows, similarity
 from raycl.routing import statistics
-from raycl.routing.key_maps import newest_rows, similarity
 from raycl.routing.routers import SumRouter, without
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.routing.code_index import EXACT_UP_TO
-from raycl.routing.key_maps import plane, similarity
+from raycl.methods.slm.slm import plane, similarity
+from raycl.routing.code_index import EXACT_UP_TO, KeyIndex
 from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
-from raycl.routing.slot_index import KeyIndex
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights
 from raycl.routing.slots import Kind, SlotRouter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from raycl.generation.requests import ResponseMetadata
-from raycl.serve.service.served_counts import LONGEST, MOST_LABELS, MOST_TASKS, OTHER_LABEL, OTHERS, ServedCounts
+from raycl.serve.service.history import LONGEST, MOST_LABELS, MOST_TASKS, OTHER_LABEL, OTHERS, ServedCounts
 
 
 def metadata(score: float | None = None, distance: float | None = None, snapshot: int = 1) -> ResponseMetadata:

@@ -22,8 +22,7 @@ from wandb.proto import wandb_internal_pb2
 from raycl import config
 from raycl.errors import ConfigError
 from raycl.training.tracking import trackers, wandb_tracker
-from raycl.training.tracking.tracker import TrackedRun, Tracker
-from raycl.training.tracking.trackers import TrackingConfig, open_trackers
+from raycl.training.tracking.trackers import TrackedRun, Tracker, TrackingConfig, open_trackers
 
 SERVER = "https://api.wandb.ai"
 

@@ -18,9 +18,8 @@ from raycl.data.loader import Collate
 from raycl.methods.base import activate_trainable
 from raycl.storage import Storage
 from raycl.training.assembly import build
-from raycl.training.engines.deepspeed import DeepSpeedEngine
+from raycl.training.engines.deepspeed import DeepSpeedEngine, gathered_elements
 from raycl.training.engines.engine import Share, scattered
-from raycl.training.engines.zero import gathered_elements
 from raycl.training.phase import selection
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.workers.distributed import DistributedContext, Scattered, whole

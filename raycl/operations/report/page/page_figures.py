@@ -23,8 +23,7 @@ from raycl.operations.report.plots import (
     new_figure,
 )
 from raycl.operations.report.router_plots import MARKERS
-from raycl.operations.report.run_comparison import Line, Spread, labels
-from raycl.operations.report.seed_matrix import SeedMatrix
+from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, labels
 from raycl.operations.report.verdicts import Verdict
 
 WIDTH, LEFT, ROW = 3.0, 2.6, 0.3
@@ -36,14 +35,9 @@ WORD_MARKERS = {"better": "^", "worse": "v", "cannot be told": "o"}
 BARS = {"f_ra": COLOURS[1], "bwt": COLOURS[0], "fwt": COLOURS[4]}
 
 
-def title_of_line(line: Line) -> str:
-    """Return the method of a line, with its settings where it has some."""
-    return f"{line.method} ({line.settings})" if line.settings else line.method
-
-
 def scores_figure(lines: Sequence[Line]) -> Figure:
     """Return AP of each line with its standard deviation over seeds, and the published number beside it."""
-    figure, axes = _listed([title_of_line(line) for line in lines])
+    figure, axes = _listed([line.title for line in lines])
     for place, line in enumerate(lines):
         ap = line.numbers["ap"]
         if ap is not None:
@@ -134,7 +128,7 @@ def epochs_figure(results: Sequence[Tree]) -> Figure:
 
 def general_figure(lines: Sequence[Line]) -> Figure:
     """Return the mean score outside the stream of each line, before any training and after the last task."""
-    figure, axes = _listed([title_of_line(line) for line in lines])
+    figure, axes = _listed([line.title for line in lines])
     for place, line in enumerate(lines):
         before, after = line.numbers["general_before"], line.numbers["general_after"]
         if before is not None and after is not None:
@@ -149,7 +143,7 @@ def general_figure(lines: Sequence[Line]) -> Figure:
 def transfer_figure(lines: Sequence[Line]) -> Figure:
     """Return F.Ra, BWT and FWT of each line as bars with standard deviations."""
     names = [name for name in BARS if any(line.numbers[name] for line in lines)]
-    figure, axes = _listed([title_of_line(line) for line in lines], ROW * max(1.0, 0.6 * len(names)))
+    figure, axes = _listed([line.title for line in lines], ROW * max(1.0, 0.6 * len(names)))
     thick = 0.8 / max(1, len(names))
     for number, name in enumerate(names):
         spreads: list[Spread | None] = [line.numbers[name] for line in lines]

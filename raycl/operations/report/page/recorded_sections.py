@@ -9,9 +9,9 @@ from statistics import fmean
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from raycl.errors import RunError
-from raycl.operations.report.page.page_figures import scores_figure
 from raycl.operations.report.page.sections import (
     PageSection,
     comparison_section,
@@ -19,7 +19,7 @@ from raycl.operations.report.page.sections import (
     transfer_section,
     verdict_section,
 )
-from raycl.operations.report.plots import CELL_HEIGHT, CELL_WIDTH, MARGIN, axes_at, draw_cells, new_figure
+from raycl.operations.report.plots import CELL_HEIGHT, CELL_WIDTH, MARGIN, axes_at, draw_cells, means_of, new_figure
 from raycl.operations.report.recorded_runs import SCORE, RecordedRuns
 from raycl.operations.report.run_comparison import Line, Spread
 from raycl.operations.report.tables import Page, points
@@ -95,18 +95,13 @@ def recorded_sections(studies: Sequence[RecordedStudy]) -> list[PageSection]:
 def _of_study(study: RecordedStudy) -> list[PageSection]:
     lines = study.lines
     sections = [
-        replace(comparison_section(lines), figure=_scores_figure(lines[: len(study.competing)] or lines)),
+        comparison_section(lines, lines[: len(study.competing)]),
         verdict_section(study.verdicts) if study.verdicts else None,
         _scores(study),
         transfer_section(lines),
         cost_section(lines),
     ]
     return [replace(part, title=f"{part.title}: {study.where}") for part in sections if part is not None]
-
-
-def _scores_figure(lines: Sequence[Line]) -> Figure | None:
-    scored = [line for line in lines if line.numbers["ap"] is not None]
-    return scores_figure(scored) if scored else None
 
 
 def _overview(studies: Sequence[RecordedStudy]) -> PageSection | None:
@@ -127,7 +122,7 @@ def _overview(studies: Sequence[RecordedStudy]) -> PageSection | None:
         "AP of the methods that all files have and that learn the tasks one after another, means over seeds; the "
         "highest mean comes first."
     ]
-    return PageSection("AP on each stream", _cells_figure(_means(cells), rows, names), lead, numbers=[Page(table)])
+    return PageSection("AP on each stream", _cells_figure(means_of(cells), rows, names), lead, numbers=[Page(table)])
 
 
 def _scores(study: RecordedStudy) -> PageSection | None:
@@ -138,17 +133,10 @@ def _scores(study: RecordedStudy) -> PageSection | None:
     cells = [[Spread.over(study.runs.numbers(row, f"{SCORE}{task}")) for task in tasks] for row in rows]
     table = grid(["method", *tasks], [[row, *map(points, known)] for row, known in zip(rows, cells, strict=True)])
     lead = ["Scores after the last task, means over seeds."]
-    return PageSection("Scores of tasks", _cells_figure(_means(cells), tasks, rows), lead, numbers=[Page(table)])
+    return PageSection("Scores of tasks", _cells_figure(means_of(cells), tasks, rows), lead, numbers=[Page(table)])
 
 
-Cells = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-
-
-def _means(cells: Sequence[Sequence[Spread | None]]) -> Cells:
-    return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells])
-
-
-def _cells_figure(means: Cells, columns: Sequence[str], rows: Sequence[str]) -> Figure:
+def _cells_figure(means: NDArray[np.float64], columns: Sequence[str], rows: Sequence[str]) -> Figure:
     """Return a heat map, in parts of at most `MOST_COLUMNS` columns below each other."""
     starts = range(0, len(columns), MOST_COLUMNS)
     height, part = CELL_HEIGHT * len(rows), ABOVE + CELL_HEIGHT * len(rows) + BELOW

@@ -1,7 +1,5 @@
 """The page as one HTML file: styles and pictures in it, no script, nothing fetched."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from importlib import resources

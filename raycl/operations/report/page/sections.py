@@ -1,16 +1,14 @@
 """Sections of a report's page: what the runs have numbers for, as pictures and tables."""
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 from rich.text import Text
 
 from raycl.config import Tree, flatten
-from raycl.metrics.run_results import FOLDER, short_names, tasks_of, title_of
+from raycl.metrics.run_results import FOLDER, answered_rows, short_names, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     curves_figure,
@@ -18,16 +16,13 @@ from raycl.operations.report.page.page_figures import (
     general_figure,
     overlap_figure,
     scores_figure,
-    title_of_line,
     transfer_figure,
     verdicts_figure,
 )
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
 from raycl.operations.report.router_plots import confusion_figure, router_figure
-from raycl.operations.report.run_answers import answered_rows
-from raycl.operations.report.run_comparison import Line, compare, grouped
-from raycl.operations.report.seed_matrix import SeedMatrix, seed_matrices
+from raycl.operations.report.run_comparison import Line, SeedMatrix, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
     Page,
@@ -108,9 +103,9 @@ def _verdicts(results: Sequence[Tree], against: str | None, measure: str) -> lis
     return verdicts_of(results, against, measure) if has_it else []
 
 
-def comparison_section(lines: Sequence[Line]) -> PageSection:
-    """Return AP of each line, and all its numbers."""
-    scored = [line for line in lines if line.numbers["ap"] is not None]
+def comparison_section(lines: Sequence[Line], drawn: Sequence[Line] = ()) -> PageSection:
+    """Return AP of each line, and all its numbers; `drawn`: lines in the picture; (): all."""
+    scored = [line for line in drawn or lines if line.numbers["ap"] is not None]
     return PageSection("Comparison", scores_figure(scored) if scored else None, tables=[comparison_table(lines)])
 
 
@@ -153,7 +148,7 @@ def transfer_section(lines: Sequence[Line]) -> PageSection | None:
     if not lines:
         return None
     names = ("f_ra", "bwt", "fwt")
-    rows = [[title_of_line(line), *(points(line.numbers[name]) for name in names)] for line in lines]
+    rows = [[line.title, *(points(line.numbers[name]) for name in names)] for line in lines]
     lead = [
         "F.Ra is the mean drop from each earlier task's best score, BWT the mean change since it was learned, and FWT "
         "the difference from the same method trained on the task alone."
@@ -162,53 +157,50 @@ def transfer_section(lines: Sequence[Line]) -> PageSection | None:
     return PageSection("Forgetting and transfer", transfer_figure(lines), lead, numbers=numbers)
 
 
-def _first_of_each(results: Sequence[Tree]) -> list[Tree]:
-    """Return the first run of each setting, as many as a picture has room for."""
-    return [group[0] for _, group in grouped(results)][:MOST_RUNS]
+def _of_first_runs(
+    title: str,
+    results: Sequence[Tree],
+    lead: str,
+    figure: Callable[[Sequence[Tree]], Figure],
+    table: Callable[[Tree], Page],
+) -> PageSection | None:
+    """Return what the first run of each setting has, of as many as a picture has room for; None: there is none."""
+    runs = [group[0] for _, group in grouped(results)][:MOST_RUNS]
+    return PageSection(title, figure(runs), [lead], numbers=list(map(table, runs))) if runs else None
+
+
+def _up_to(most: int, results: Sequence[Tree]) -> list[Tree]:
+    return [result for result in results if len(tasks_of(result)) <= most]
 
 
 def _attention(results: Sequence[Tree]) -> PageSection | None:
-    readable = [result for result in results if len(tasks_of(result)) <= plots.MOST_TASKS]
-    runs = _first_of_each([result for result in readable if has_attention(result)])
-    if not runs:
-        return None
-    lead = ["Mean weights of the adapters for each task's texts, of the first run of each setting."]
-    return PageSection(
-        "Attention over adapters", attention_figure(runs), lead, numbers=[attention_table(run) for run in runs]
-    )
+    runs = list(filter(has_attention, _up_to(plots.MOST_TASKS, results)))
+    lead = "Mean weights of the adapters for each task's texts, of the first run of each setting."
+    return _of_first_runs("Attention over adapters", runs, lead, attention_figure, attention_table)
 
 
 def _routing(results: Sequence[Tree]) -> PageSection | None:
-    readable = [result for result in results if len(tasks_of(result)) <= router_plots.MOST_TASKS]
-    runs = _first_of_each([result for result in readable if has_routing(result)])
-    if not runs:
-        return None
-    lead = [
+    runs = list(filter(has_routing, _up_to(router_plots.MOST_TASKS, results)))
+    lead = (
         "How similar the keys of tasks are, and how many dev texts find their own task. Novelty: how well the texts of "
         "a task stood out by their out-of-distribution score before it was learned. Of the first run of each setting."
-    ]
-    return PageSection("Routing", router_figure(runs), lead, numbers=[routing_table(run) for run in runs])
+    )
+    return _of_first_runs("Routing", runs, lead, router_figure, routing_table)
 
 
 def _confusion(results: Sequence[Tree]) -> PageSection | None:
-    readable = [result for result in results if len(tasks_of(result)) <= plots.MOST_TASKS and has_routing(result)]
-    runs = _first_of_each([result for result in readable if RouterSummary.of(result).confused])
-    if not runs:
-        return None
-    lead = ["Which task's adapters the router chose for the dev texts of each task. Of the first run of each setting."]
-    return PageSection("Router confusion", confusion_figure(runs), lead, numbers=[confusion_table(run) for run in runs])
+    routed = filter(has_routing, _up_to(plots.MOST_TASKS, results))
+    runs = [result for result in routed if RouterSummary.of(result).confused]
+    lead = "Which task's adapters the router chose for the dev texts of each task. Of the first run of each setting."
+    return _of_first_runs("Router confusion", runs, lead, confusion_figure, confusion_table)
 
 
 def _overlap(results: Sequence[Tree]) -> PageSection | None:
-    runs = _first_of_each([result for result in results if has_output_rows(result)])
-    if not runs:
-        return None
-    lead = [
+    runs = list(filter(has_output_rows, results))
+    lead = (
         "Percent of the output rows kept most often for a task that another task kept too, of each setting's first run."
-    ]
-    return PageSection(
-        "Overlap under MIGU", overlap_figure(runs), lead, numbers=[output_rows_table(run) for run in runs]
     )
+    return _of_first_runs("Overlap under MIGU", runs, lead, overlap_figure, output_rows_table)
 
 
 def _epochs(results: Sequence[Tree]) -> PageSection | None:
@@ -228,7 +220,7 @@ def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | No
         return None
     names = ("general_before", "general_after", "general_delta", "general_unknown")
     heads = ["method", "before", "after", "delta", "unknown, %"]
-    rows = [[title_of_line(line), *(points(line.numbers[name]) for name in names)] for line in lines]
+    rows = [[line.title, *(points(line.numbers[name]) for name in names)] for line in lines]
     lead = [
         "Mean score of tasks of lm-eval outside the stream, before any training and after the last task. Unknown is "
         "the share of their texts that the router counts as texts of no learned task."
@@ -247,7 +239,7 @@ def cost_section(lines: Sequence[Line]) -> PageSection:
         cells = [NOTHING if spread is None else f"{spread.mean:,.0f}" for spread in map(line.numbers.get, _COSTS)]
         trained = line.numbers["trained_parameters"]
         cells.insert(3, NOTHING if trained is None else short_number(trained.mean))
-        rows.append([title_of_line(line), str(line.runs), *cells])
+        rows.append([line.title, str(line.runs), *cells])
     return PageSection("Cost", lead=["Means over seeds."], tables=[Page(grid(heads, rows))])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure, save_png
+from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure
 from raycl.operations.report.sweeps.sweep_tables import last_parts, text
 
 PANEL, HEIGHT = 3.2, 3.0
@@ -36,8 +35,18 @@ LOG_FROM = 20
 """Positive numbers are drawn on a logarithmic axis where the largest is more than so many times the smallest."""
 
 
-def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
-    """Draw every finished trial as a line over its settings and scores, coloured by the first metric, as a PNG.
+def figures_of(summary: Tree) -> dict[str, Figure]:
+    """Return the pictures of a sweep, by the names of their files.
+
+    Raises:
+        RunError: no trial is done.
+    """
+    figures = {"parallel.png": parallel_figure(summary), "sensitivity.png": sensitivity_figure(summary)}
+    return figures if len(summary["metric"]) < 2 else {**figures, "pareto.png": pareto_figure(summary)}
+
+
+def parallel_figure(summary: Tree) -> Figure:
+    """Return every finished trial as a line over its settings and scores, coloured by the first metric.
 
     Raises:
         RunError: no trial is done.
@@ -64,16 +73,7 @@ def parallel_coordinates(summary: Tree, path: str | Path) -> Path:
     axes.spines[["left", "right", "top", "bottom"]].set_visible(False)
     figure.colorbar(ScalarMappable(colour, COLOUR_MAP), ax=axes, label=summary["metric"][0])
     _note(figure, same)
-    return save_png(figure, path)
-
-
-def sensitivity(summary: Tree, path: str | Path) -> Path:
-    """Draw `sensitivity_figure` as a PNG.
-
-    Raises:
-        RunError: no trial is done.
-    """
-    return save_png(sensitivity_figure(summary), path)
+    return figure
 
 
 def sensitivity_figure(summary: Tree) -> Figure:
@@ -102,8 +102,8 @@ def sensitivity_figure(summary: Tree) -> Figure:
     return figure
 
 
-def pareto_front(summary: Tree, path: str | Path) -> Path:
-    """Return the first two metrics against each other, the front joined by a line, as a PNG.
+def pareto_figure(summary: Tree) -> Figure:
+    """Return the first two metrics against each other, the front joined by a line.
 
     Raises:
         RunError: no trial is done, or there is one metric only.
@@ -131,7 +131,7 @@ def pareto_front(summary: Tree, path: str | Path) -> Path:
     axes.set_ylabel(f"{summary['metric'][1]} ({summary['mode'][1]})", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
-    return save_png(figure, path)
+    return figure
 
 
 def done_rows(summary: Tree) -> list[Tree]:
@@ -212,7 +212,6 @@ def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Return whether all values are numbers."""
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
@@ -224,7 +223,7 @@ def is_wide(values: Sequence[float]) -> bool:
 def draw_setting(
     axes: Axes, values: Sequence[Any], scores: Sequence[float], kinds: Sequence[str] | None = None
 ) -> None:
-    """Draw a panel of `sensitivity`: points, and a line for each of the kinds, if there are any."""
+    """Draw a panel of `sensitivity_figure`: points, and a line for each of the kinds, if there are any."""
     numeric = is_numeric(values)
     names = list(dict.fromkeys(map(text, values)))
     places = list(values) if numeric else [names.index(text(value)) for value in values]

@@ -22,8 +22,7 @@ from typing import Any, Literal
 
 from raycl.config import Tree
 from raycl.errors import DamagedError, RunError
-from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.definition.sweep_config import SweepConfig, json_safe
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, json_safe
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
 from raycl.training.records.journal import RunState, read_state
@@ -53,7 +52,6 @@ class SweepFolder:
         return f"{self.name}-{number:04d}"
 
     def run(self, number: int) -> Storage:
-        """Return a trial's run folder."""
         return self.storage.sub(f"trials/{self.run_name(number)}")
 
     def prefix(self, key: str) -> Storage:

@@ -14,8 +14,7 @@ from typing import Any
 from ray.tune.search import Searcher
 
 from raycl import config as configs
-from raycl.operations.sweep.definition.space import Draw, Settings, in_order, key_of, step_value
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import Draw, Settings, SweepConfig, in_order, key_of, step_value
 from raycl.operations.sweep.definition.sweep_folder import FAILED as FAILURES
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS

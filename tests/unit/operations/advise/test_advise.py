@@ -14,8 +14,7 @@ from raycl.backbone.codec import Kind
 from raycl.cli import commands
 from raycl.cli.main import main
 from raycl.errors import ConfigError
-from raycl.operations.advise.advice import Case, advise
-from raycl.operations.advise.studies import Study, read_study
+from raycl.operations.advise.advice import Case, Study, advise, read_study
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+
+from raycl.operations.report import plots
 
 WORKED: list[list[float | None]] = [[90.0, None, None], [80.0, 85.0, None], [70.0, 80.0, 95.0]]
 
@@ -98,3 +102,17 @@ def make_routed() -> Callable[..., dict[str, Any]]:
 def make_result() -> Callable[..., dict[str, Any]]:
     """Return what builds a result tree of the worked example: call it with `method`, `seed`, `ap`."""
     return _result
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Return the figures behind the files written in a test."""
+    figures: list[Figure] = []
+    save = plots.save_png
+
+    def keep(figure: Figure, path: str | Path) -> Path:
+        figures.append(figure)
+        return save(figure, path)
+
+    monkeypatch.setattr(plots, "save_png", keep)
+    return figures

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from raycl.errors import RunError
 from raycl.operations.report import plots
 from raycl.operations.report.phase_summaries import AttentionWeights, has_attention
-from raycl.operations.report.plots import attention_maps
+from raycl.operations.report.plots import attention_figure
 from raycl.operations.report.tables import attention_table
 
 Make = Callable[..., dict[str, Any]]
@@ -52,7 +52,7 @@ def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypa
     monkeypatch.setattr(plots, "save_png", lambda figure, path: save(figures.append(figure) or figure, path))
     result = attended(make_result("sapt"))
     del result["phase_summaries"][-1]["attention"]["test"]["yahoo"]
-    assert attention_maps([result], tmp_path / "new" / "a.png").is_file()
+    assert plots.save_png(attention_figure([result]), tmp_path / "new" / "a.png").is_file()
     then, now, _scale = figures[0].axes
     assert [text.get_text() for text in then.texts][:4] == ["100.0", "0.0", "0.0", "25.0"]
     assert [text.get_text() for text in now.texts] == ["87.5", "12.5", "0.0", "25.0", "75.0", "0.0"]
@@ -63,12 +63,12 @@ def test_maps_are_drawn_side_by_side(tmp_path: Path, make_result: Make, monkeypa
 def test_maps_too_large_to_read_are_refused(tmp_path: Path, make_result: Make) -> None:
     many = attended(make_result("sapt"))
     with pytest.raises(RunError, match="attention in 7 runs cannot be read"):
-        attention_maps([many] * 7, tmp_path / "a.png")
+        plots.save_png(attention_figure([many] * 7), tmp_path / "a.png")
     many["phase_summaries"][-1]["attention"]["keys"] = [str(number) for number in range(41)]
     with pytest.raises(RunError, match="attention to 41 tasks cannot be read"):
-        attention_maps([many], tmp_path / "a.png")
+        plots.save_png(attention_figure([many]), tmp_path / "a.png")
     with pytest.raises(RunError, match="has no attention weights"):
-        attention_maps([make_result("lora")], tmp_path / "a.png")
+        plots.save_png(attention_figure([make_result("lora")]), tmp_path / "a.png")
 
 
 def test_a_run_without_attention_is_an_error(make_result: Make) -> None:

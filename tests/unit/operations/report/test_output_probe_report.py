@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raycl.errors import RunError
-from raycl.methods.migu.summary import packed_rows
+from raycl.methods.migu.row_selection import packed_rows
 from raycl.operations.report.output_row_probe import ALL, probe_csv, probe_table, probes_of
 from raycl.operations.report.plots import probe_maps
 

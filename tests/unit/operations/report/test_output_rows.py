@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raycl.errors import RunError
-from raycl.methods.migu.summary import _most_often
+from raycl.methods.migu.row_selection import _most_often
 from raycl.operations.report.phase_summaries import OutputRows, has_output_rows
 from raycl.operations.report.tables import output_rows_table
 

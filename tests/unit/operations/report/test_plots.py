@@ -12,35 +12,21 @@ from matplotlib.image import imread
 
 from raycl.errors import RunError
 from raycl.operations.report import plots
-from raycl.operations.report.plots import MOST_PANELS, heatmaps
+from raycl.operations.report.plots import MOST_PANELS, matrix_figure
 
 Make = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(plots, "save_png", keep)
-    return figures
 
 
 def test_names_with_dollars_are_no_formulas(tmp_path: Path, make_result: Make) -> None:
     result = make_result("$x_$")
     result["stream"]["tasks"] = result["phases"] = ["$x_$", "a$\\frac$", "c"]
-    assert heatmaps([result], tmp_path / "matrix.png").is_file()
+    assert plots.save_png(matrix_figure([result]), tmp_path / "matrix.png").is_file()
 
 
 def test_heatmap_writes_scores_and_leaves_the_rest_blank(
     tmp_path: Path, make_result: Make, drawn: list[Figure]
 ) -> None:
-    path = heatmaps([make_result()], tmp_path / "new" / "matrix.png")
+    path = plots.save_png(matrix_figure([make_result()]), tmp_path / "new" / "matrix.png")
     assert path.is_file() and imread(path).shape[0] > 200
     axes = drawn[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["90.0", "80.0", "85.0", "70.0", "80.0", "95.0"]
@@ -50,7 +36,7 @@ def test_heatmap_writes_scores_and_leaves_the_rest_blank(
 def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
     joint = make_result("joint") | {"phases": ["joint"], "metrics": {"ap": 81.7}}
     joint["matrix"] = joint["matrix"][-1:]
-    heatmaps([make_result(), joint], tmp_path / "both.png")
+    plots.save_png(matrix_figure([make_result(), joint]), tmp_path / "both.png")
     _first, second, _bar = drawn[0].axes
     assert second.get_title(loc="left").endswith("\nAP 81.7")
 
@@ -58,13 +44,13 @@ def test_heatmaps_share_one_picture(tmp_path: Path, make_result: Make, drawn: li
 @pytest.mark.parametrize("runs", [0, MOST_PANELS + 1])
 def test_plots_too_large_to_read_are_refused(tmp_path: Path, make_result: Make, runs: int) -> None:
     with pytest.raises(RunError, match=f"a picture of {runs} settings"):
-        heatmaps([make_result(f"method-{number}") for number in range(runs)], tmp_path / "no.png")
+        plots.save_png(matrix_figure([make_result(f"method-{number}") for number in range(runs)]), tmp_path / "no.png")
 
 
 def test_seeds_have_one_matrix_of_means(tmp_path: Path, make_result: Make, drawn: list[Figure]) -> None:
     other = make_result(seed=1, ap=83.667)
     other["matrix"][0][0]["value"] = 92.0
-    heatmaps([make_result(), other], tmp_path / "means.png")
+    plots.save_png(matrix_figure([make_result(), other]), tmp_path / "means.png")
     axes, _bar = drawn[0].axes
     assert [text.get_text() for text in axes.texts][:2] == ["91.0\n± 1.4", "80.0\n± 0.0"]
     assert axes.get_title(loc="left") == "sapt on long-a, mini-t5, seeds 0, 1\nAP 82.7 ± 1.4   F.Ra 12.5 ± 0.0"
@@ -77,7 +63,7 @@ def test_the_picture_is_at_most_twice_as_wide_as_high_and_the_reverse(
     results = [make_result(f"method-{number}") for number in range(runs)]
     for result in results:
         result |= {"phases": ["joint"], "matrix": result["matrix"][-1:]}
-    height, width = imread(heatmaps(results, tmp_path / "matrix.png")).shape[:2]
+    height, width = imread(plots.save_png(matrix_figure(results), tmp_path / "matrix.png")).shape[:2]
     assert 0.49 <= width / height <= 2.02
 
 

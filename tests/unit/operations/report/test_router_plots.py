@@ -16,27 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from raycl.errors import RunError
-from raycl.operations.report import router_plots
-from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, confusion_figure, router_maps
+from raycl.operations.report import plots
+from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, confusion_figure, router_figure
 from raycl.operations.report.tables import confusion_table
 from raycl.text_tables import render
 
 Make = Callable[..., dict[str, Any]]
 TASKS = ["agnews", "dbpedia", "yahoo"]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = router_plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(router_plots, "save_png", keep)
-    return figures
 
 
 def panels(figure: Figure, run: int = 0) -> tuple[Axes, Axes, Axes]:
@@ -57,7 +43,7 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
     tmp_path: Path, make_routed: Make, drawn: list[Figure]
 ) -> None:
     result = make_routed(TASKS)
-    path = router_maps([result], tmp_path / "new" / "router.png")
+    path = plots.save_png(router_figure([result]), tmp_path / "new" / "router.png")
     assert imread(path).shape[0] > 500 and imread(path).shape[1] > 1500
     heat, _, _ = panels(drawn[0])
     cells = np.asarray(heat.images[0].get_array())
@@ -72,7 +58,7 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
 def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     many = [f"t{number}" for number in range(27)]
     result = make_routed(many)
-    router_maps([result], tmp_path / "router.png")
+    plots.save_png(router_figure([result]), tmp_path / "router.png")
     _, plane, _ = panels(drawn[0])
     groups = points(plane)
     assert [group.get_label() for group in groups] == many
@@ -90,7 +76,7 @@ def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make
 def test_a_missing_projection_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     result = make_routed(TASKS)
     result["phase_summaries"][-1]["key_plane"] = []
-    router_maps([result], tmp_path / "router.png")
+    plots.save_png(router_figure([result]), tmp_path / "router.png")
     _, plane, _ = panels(drawn[0])
     assert [text.get_text() for text in plane.texts] == ["left out: too few keys, or too many"]
     assert plane.get_legend() is None
@@ -100,7 +86,7 @@ def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, dra
     result = make_routed(TASKS, router="keys")
     outcome = result["phase_summaries"][-1]["found"]
     del outcome["eq13"]["dbpedia"]
-    router_maps([result], tmp_path / "router.png")
+    plots.save_png(router_figure([result]), tmp_path / "router.png")
     _, _, axes = panels(drawn[0])
     shares = [[bar.get_width() for bar in bars] for bars in axes.containers]
     assert shares[:2] == [list(outcome["keys"].values()), list(outcome["discriminant"].values())]
@@ -135,7 +121,7 @@ def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, dr
     for shares in outcome.values():
         del shares["t1"]
         shares["t2"] = 0.0
-    router_maps([result], tmp_path / "router.png")
+    plots.save_png(router_figure([result]), tmp_path / "router.png")
     _, _, axes = panels(drawn[0])
     notes = {round(text.get_position()[1]): text.get_text() for text in axes.texts if "dev texts" in text.get_text()}
     assert notes == ({1: "no dev texts"} if count == 3 else {1: "no dev texts", 2: "0.0 of its dev texts"})
@@ -147,7 +133,7 @@ def test_panels_keep_apart_for_few_tasks_and_for_many(
 ) -> None:
     """No name, title or legend lies on another panel or on its neighbour."""
     tasks = [f"task{1000 + number}_some_long_name" for number in range(count)]
-    router_maps([make_routed(tasks), make_routed(tasks[:1], seed=1)], tmp_path / "router.png")
+    plots.save_png(router_figure([make_routed(tasks), make_routed(tasks[:1], seed=1)]), tmp_path / "router.png")
     figure = drawn[0]
     figure.canvas.draw()
     for axes in figure.axes:
@@ -161,7 +147,7 @@ def test_panels_keep_apart_for_few_tasks_and_for_many(
 def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
     first, second = make_routed(TASKS), make_routed(TASKS, router="keys")
     second["config"]["method"]["router"] = "keys"
-    router_maps([first, second], tmp_path / "router.png")
+    plots.save_png(router_figure([first, second]), tmp_path / "router.png")
     (upper, *_), (lower, *_) = panels(drawn[0], 0), panels(drawn[0], 1)
     assert upper.get_position().y0 > lower.get_position().y1
     assert upper.images[0].get_clim() == lower.images[0].get_clim()
@@ -174,9 +160,9 @@ def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: M
 def test_impossible_plots_are_refused(tmp_path: Path, make_routed: Make, make_result: Make) -> None:
     path = tmp_path / "no.png"
     with pytest.raises(RunError, match=f"a picture of {MOST_RUNS + 1} routers cannot be read: .* and {MOST_RUNS} runs"):
-        router_maps([make_routed(TASKS)] * (MOST_RUNS + 1), path)
+        plots.save_png(router_figure([make_routed(TASKS)] * (MOST_RUNS + 1)), path)
     with pytest.raises(RunError, match="'lora on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
-        router_maps([make_routed(TASKS), make_result("lora")], path)
+        plots.save_png(router_figure([make_routed(TASKS), make_result("lora")]), path)
     with pytest.raises(RunError, match=f"over {MOST_TASKS + 1} tasks cannot be read"):
-        router_maps([make_routed([f"t{number}" for number in range(MOST_TASKS + 1)], slots=1)], path)
+        plots.save_png(router_figure([make_routed([f"t{number}" for number in range(MOST_TASKS + 1)], slots=1)]), path)
     assert not path.exists()

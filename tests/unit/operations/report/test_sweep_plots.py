@@ -10,24 +10,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from raycl.operations.report.sweeps import sweep_plots
-from raycl.operations.report.sweeps.sweep_plots import parallel_coordinates, pareto_front, sensitivity
+from raycl.operations.report import plots
+from raycl.operations.report.sweeps.sweep_plots import parallel_figure, pareto_figure, sensitivity_figure
 
 Settings = dict[str, Any]
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Return the figures behind the files written in a test."""
-    figures: list[Figure] = []
-    save = sweep_plots.save_png
-
-    def keep(figure: Figure, path: str | Path) -> Path:
-        figures.append(figure)
-        return save(figure, path)
-
-    monkeypatch.setattr(sweep_plots, "save_png", keep)
-    return figures
 
 
 def summary_of(*trials: tuple[Settings, list[float]]) -> dict[str, Any]:
@@ -54,7 +40,7 @@ def test_categories_have_means_but_no_line(tmp_path: Path, drawn: list[Figure]) 
         for seed in (0, 1)
         for rate in (0.1, 0.2)
     ]
-    sensitivity(summary_of(*trials), tmp_path / "s.png")
+    plots.save_png(sensitivity_figure(summary_of(*trials)), tmp_path / "s.png")
     method, seed, rate = drawn[0].axes
     assert not method.lines and not seed.lines and len(rate.lines) == 2, "a line for each method over the rates"
     assert [label.get_text() for label in seed.get_xticklabels()] == ["0", "1"]
@@ -64,8 +50,8 @@ def test_categories_have_means_but_no_line(tmp_path: Path, drawn: list[Figure]) 
 
 def test_settings_that_are_the_same_everywhere_are_named_and_not_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
     trials = [({"method.r": 8, "train.learning_rate": rate, "seed": 3}, [rate]) for rate in (0.1, 0.2)]
-    sensitivity(summary_of(*trials), tmp_path / "s.png")
-    parallel_coordinates(summary_of(*trials), tmp_path / "p.png")
+    plots.save_png(sensitivity_figure(summary_of(*trials)), tmp_path / "s.png")
+    plots.save_png(parallel_figure(summary_of(*trials)), tmp_path / "p.png")
     assert [axes.get_xlabel() for axes in drawn[0].axes] == ["train.learning_rate"]
     shown = [label.get_text() for label in drawn[1].axes[0].get_xticklabels()]
     assert shown == ["train.learning_rate", "ap"]
@@ -74,13 +60,13 @@ def test_settings_that_are_the_same_everywhere_are_named_and_not_drawn(tmp_path:
 
 
 def test_a_single_trial_has_all_its_axes(tmp_path: Path, drawn: list[Figure]) -> None:
-    sensitivity(summary_of(({"method.r": 8, "seed": 3}, [1.0])), tmp_path / "s.png")
+    plots.save_png(sensitivity_figure(summary_of(({"method.r": 8, "seed": 3}, [1.0]))), tmp_path / "s.png")
     assert [axes.get_xlabel() for axes in drawn[0].axes] == ["method.r", "seed"] and not drawn[0].texts
 
 
 def test_trials_with_equal_values_and_scores_lie_side_by_side(tmp_path: Path, drawn: list[Figure]) -> None:
     trials = [({"method.r": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora", "slm")]
-    sensitivity(summary_of(*trials), tmp_path / "s.png")
+    plots.save_png(sensitivity_figure(summary_of(*trials)), tmp_path / "s.png")
     rank, method = drawn[0].axes
     for axes in (rank, method):
         points = [point for point in offsets(axes) if point[1] == 50.0]
@@ -90,7 +76,7 @@ def test_trials_with_equal_values_and_scores_lie_side_by_side(tmp_path: Path, dr
 
 def test_no_line_of_the_parallel_coordinates_covers_another(tmp_path: Path, drawn: list[Figure]) -> None:
     trials = [({"method.r": rank, "method": name}, [50.0]) for rank in (4, 8) for name in ("lora", "olora") * 2]
-    parallel_coordinates(summary_of(*trials), tmp_path / "p.png")
+    plots.save_png(parallel_figure(summary_of(*trials)), tmp_path / "p.png")
     lines = [line for line in drawn[0].axes[0].lines if len(line.get_ydata()) == 3]
     for index in range(3):
         heights = [float(line.get_ydata()[index]) for line in lines]
@@ -101,11 +87,11 @@ def test_no_line_of_the_parallel_coordinates_covers_another(tmp_path: Path, draw
 
 def test_points_of_a_front_that_coincide_share_a_name(tmp_path: Path, drawn: list[Figure]) -> None:
     trials = [({"seed": seed}, [70.0, 5.0]) for seed in range(3)] + [({"seed": 3}, [60.0, 1.0])]
-    pareto_front(summary_of(*trials), tmp_path / "f.png")
+    plots.save_png(pareto_figure(summary_of(*trials)), tmp_path / "f.png")
     assert [text.get_text() for text in drawn[0].axes[0].texts] == ["4", "1, 2, 3"]
 
 
 def test_trials_behind_the_front_that_coincide_are_counted(tmp_path: Path, drawn: list[Figure]) -> None:
     trials = [({"seed": seed}, [50.0, 9.0]) for seed in range(2)] + [({"seed": 3}, [60.0, 1.0])]
-    pareto_front({**summary_of(*trials), "front": [2]}, tmp_path / "f.png")
+    plots.save_png(pareto_figure({**summary_of(*trials), "front": [2]}), tmp_path / "f.png")
     assert sorted(text.get_text() for text in drawn[0].axes[0].texts) == ["3", "x 2"]

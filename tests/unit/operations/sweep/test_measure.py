@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raycl.errors import ConfigError
-from raycl.operations.sweep.definition.measure import measured, read_metric
+from raycl.operations.sweep.definition.expressions import measured, read_metric
 
 TASKS = ["a", "b", "c"]
 ROWS = [{"a": 90.0}, {"a": 60.0, "b": 80.0}, {"a": 30.0, "b": 70.0, "c": 50.0}]

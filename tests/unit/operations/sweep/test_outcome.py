@@ -14,17 +14,16 @@ import yaml
 from run_records import phase_record
 
 from raycl import config as configs
-from raycl.operations.report.plots import new_figure
+from raycl.operations.report.plots import new_figure, save_png
 from raycl.operations.report.sweeps.sweep_plots import (
     draw_setting,
     kinds_of,
-    parallel_coordinates,
-    pareto_front,
-    sensitivity,
+    parallel_figure,
+    pareto_figure,
+    sensitivity_figure,
 )
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table, text
-from raycl.operations.sweep.definition.space import Settings
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.outcome import SweepOutcome, TrialRow, collect, pareto, write_outcome
 from raycl.storage.records import hashed
@@ -193,8 +192,8 @@ def summary(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_pictures_of_all_kinds_of_settings(summary: dict[str, Any], tmp_path: Path) -> None:
-    for draw in (parallel_coordinates, sensitivity, pareto_front):
-        written = draw(summary, tmp_path / f"{draw.__name__}.png")
+    for draw in (parallel_figure, sensitivity_figure, pareto_figure):
+        written = save_png(draw(summary), tmp_path / f"{draw.__name__}.png")
         assert written.read_bytes().startswith(b"\x89PNG") and written.stat().st_size > 5000
 
 

@@ -12,11 +12,9 @@ from raycl import config as configs
 from raycl.errors import ResumeError
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
-from raycl.operations.sweep.drive import _claim
+from raycl.operations.sweep.drive import AtTaskEnds, _claim, rule_of
 from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
-from raycl.operations.sweep.search.stopping import AtTaskEnds, rule_of
-from raycl.operations.sweep.trials.single_tasks import separate_key, separate_tree
-from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
+from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, separate_key, separate_tree
 from raycl.storage import Storage
 from raycl.training.records.run_folder import is_stopped, read_decision, write_decision
 from raycl.training.setup.run_config import RunConfig

@@ -10,8 +10,7 @@ import pytest
 
 from raycl import config as configs
 from raycl.errors import ConfigError
-from raycl.operations.sweep.definition.space import Draw
-from raycl.operations.sweep.definition.sweep_config import SweepConfig, check_space, load_sweep
+from raycl.operations.sweep.definition.sweep_config import Draw, SweepConfig, check_space, load_sweep
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 
 REPO = Path(__file__).resolve().parents[4]

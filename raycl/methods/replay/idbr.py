@@ -3,8 +3,8 @@
     L + order_weight CE(order of halves | g) + task_weight CE(task | s)
       + hold ( specific_weight MSE(s, s_before) + generic_weight MSE(g, g_before) )
 
-g and s are two learned projections of the sentence state (`disentangled`), and the label head reads both. The order is
-next-sentence prediction: each example brings its two halves along, in their own order or swapped (`halves`). In every
+g and s are two learned projections of the sentence state, and the label head reads both. The order is
+next-sentence prediction: each example brings its two halves along, in their own order or swapped. In every
 `every`-th step examples of all earlier tasks join, as many of each as there are new ones; only then is there the task's
 term, and `hold` is `hold_replayed`. s_before and g_before are the features of a new or stored row when the task began;
 the first task has none. After a task, the rows nearest to the centroids of k-means over its sentence states are stored.
@@ -26,27 +26,37 @@ Where it differs from that code:
 - k-means starts once, at random rows.
 - The code's 1,000 steps of warm-up and Transformers' epsilon of AdamW, 1e-6, are settings of the run.
 Two projections stand between backbone and label rows, which serving does not have, so nothing is published.
+
+Heads, with h `[B, D]`, g and s `[B, F]`:
+
+    g = tanh(W_g h + b_g)    s = tanh(W_s h + b_s)    scores = W [g; s] + b    order = O g + o    task = T s + t
+
+Label and task rows grow and start at zero; projections and the order's rows start as torch's linear layers do, drawn by
+the seed.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
+from raycl.backbone.encoder import NamedRows, grown
+from raycl.data.loader import batch_of
 from raycl.data.selection import generator
 from raycl.data.sources.cache import Indices
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import same_everywhere
-from raycl.methods.replay.idbr.disentangled import DisentangledHead, TaskHead
-from raycl.methods.replay.idbr.examples import halves_of, is_halves, is_real, nearest_to_centroids, orders
 from raycl.methods.replay.stored_rows import FIRST, StoredRows, joined
 from raycl.types import IGNORE, Batch, Phase
 
@@ -250,3 +260,196 @@ class Idbr(Method):
         self.task_head.resize(len(self.tasks))
         self.stored = {task: tensors[f"stored/{task}/rows"].numpy() for task in values["stored"]}
         self.before = dict(under("before/", tensors))
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of one forward pass.
+
+    Attributes:
+        state: `[B, D]`, what was projected. generic, specific: `[B, F]`.
+        order: `[B, 2]`, scores of the order of halves. task: `[B, T]`, of the tasks.
+    """
+
+    state: Tensor
+    generic: Tensor
+    specific: Tensor
+    order: Tensor
+    task: Tensor
+
+    def both(self) -> Tensor:
+        """Return `[B, 2 F]` float32."""
+        return torch.cat([self.generic, self.specific], dim=1).float()
+
+
+class DisentangledHead(NamedRows):
+    """A label head with named rows over two projections.
+
+    Attributes:
+        labels: row order, by first appearance.
+        weight: `[C, 2 F]`. bias: `[C]`.
+        features: features of the last forward pass; None before. All scores are computed in it, since engines that
+            share weights out have them whole there.
+    """
+
+    def __init__(self, states: int, width: int, seed: int, device: torch.device, task_head: TaskHead) -> None:
+        """Create heads on D `states` with F (`width`) features; `task_head` is the backbone's own module."""
+        super().__init__()
+        self.labels: list[str] = []
+        self.features: Features | None = None
+        self._seed = seed
+        self._task_head = (task_head,)  # in a tuple: not a module of this one
+        self.generic: nn.Linear = _linear(states, width, device)
+        self.specific: nn.Linear = _linear(states, width, device)
+        self.order: nn.Linear = _linear(width, 2, device)
+        self.weight = nn.Parameter(torch.zeros(0, 2 * width, device=device))
+        self.bias = nn.Parameter(torch.zeros(0, device=device))
+        self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        draw = torch.Generator().manual_seed(self._seed)
+        for layer in (self.generic, self.specific, self.order):
+            bound = layer.in_features**-0.5
+            for parameter in (layer.weight, layer.bias):
+                parameter.copy_((torch.rand(parameter.shape, generator=draw) * 2 - 1) * bound)
+
+    def clear(self) -> None:
+        """Forget every label, and draw the projections anew (a new model begins)."""
+        super().clear()
+        self._draw()
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        """Return scores `[B, C]` over all labels seen so far."""
+        generic_BF, specific_BF = self.generic(pooled_BD).tanh(), self.specific(pooled_BD).tanh()
+        order_B2, task_BT = self.order(generic_BF), self._task_head[0](specific_BF)
+        self.features = Features(pooled_BD, generic_BF, specific_BF, order_B2, task_BT)
+        return linear(torch.cat([generic_BF, specific_BF], dim=1), self.weight, self.bias)
+
+
+class TaskHead(nn.Module):
+    """Scores over the tasks seen so far; a module of its own, since it has a learning rate of its own."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        """Create a head on F (`width`) features."""
+        super().__init__()
+        self.weight: nn.Parameter = nn.Parameter(torch.zeros(0, width, device=device))
+        self.bias: nn.Parameter = nn.Parameter(torch.zeros(0, device=device))
+
+    def resize(self, tasks: int) -> None:
+        """Resize to one row per task: zero rows are appended, or the last ones dropped."""
+        more = max(tasks - len(self.bias), 0)
+        self.weight = grown(self.weight, more, tasks)
+        self.bias = grown(self.bias, more, tasks)
+
+    def forward(self, specific_BF: Tensor) -> Tensor:
+        """Map `[B, F]` to `[B, T]`."""
+        return linear(specific_BF, self.weight, self.bias)
+
+
+def _linear(inputs: int, outputs: int, device: torch.device) -> nn.Linear:
+    """Return a linear without values, since each kind of device would draw other numbers."""
+    return nn.Linear(inputs, outputs, device="meta").to_empty(device=device)
+
+
+HALVES = -(1 << 40)
+"""Position in a batch of halves in their own order; one below it: swapped; two below: a text too short to be cut."""
+
+
+def is_halves(batch: Batch) -> Tensor:
+    """Return `[B]` bool."""
+    return batch.rows <= HALVES
+
+
+def is_real(batch: Batch) -> Tensor:
+    """Return `[B]` bool: rows of the current task and stored ones, neither halves nor fill-ups."""
+    return ((batch.rows >= 0) | (batch.rows <= FIRST)) & (batch.rows > HALVES)
+
+
+def orders(batch: Batch) -> Tensor:
+    """Return `[H]` of all halves in a batch: 0 their own order, 1 swapped, IGNORE too short."""
+    order_H = HALVES - batch.rows[is_halves(batch)]
+    return order_H.masked_fill(order_H > 1, IGNORE)
+
+
+def halves_of(batch: Batch, seed: int, special_ids: Collection[int], limit: int, pad_id: int) -> Batch:
+    """Return the halves of each real example, in the order of the batch, with its label.
+
+        [CLS] x1 [SEP] x2 [SEP]    or    [CLS] x2 [SEP] x1 [SEP]
+
+    The cut is drawn, and the order is swapped with probability 1/2, both by the seed and the example's position alone.
+    What surrounds a text (special tokens) stays as the tokenizer put it; what ends it stands between the halves too.
+
+    Args:
+        limit: most tokens of an example; a text loses its last ones where the mark between the halves needs room.
+    """
+    places = is_real(batch).nonzero().squeeze(1).tolist()
+    sources, rows = list[list[int]](), list[int]()
+    for row in places:
+        ids = batch.source_ids[row][batch.source_mask[row] > 0].tolist()
+        halves, order = _cut(ids, seed, int(batch.rows[row]), special_ids, limit)
+        sources.append(halves)
+        rows.append(HALVES - order)
+    return replace(
+        batch_of(sources, pad_id),
+        target_ids=batch.target_ids[places],
+        label_ids=batch.label_ids[places],
+        weight=batch.weight[places],
+        rows=torch.tensor(rows, dtype=torch.int64),
+        texts=tuple(batch.texts[row] for row in places) if batch.texts else (),
+        tasks=tuple(batch.tasks[row] for row in places) if batch.tasks else (),
+    )
+
+
+def _cut(ids: Sequence[int], seed: int, row: int, special_ids: Collection[int], limit: int) -> tuple[list[int], int]:
+    """Return a text's halves with what surrounds it, and 0: in their own order, 1: swapped, 2: too short to be cut."""
+    words = [index for index, token in enumerate(ids) if token not in special_ids]
+    if len(words) < 2:
+        return list(ids), 2
+    start, end = list(ids[: words[0]]), list(ids[words[-1] + 1 :])
+    body = list(ids[words[0] : words[-1] + 1])[: max(2, limit - len(start) - 2 * len(end))]
+    draw = np.random.Generator(np.random.PCG64([seed, row + (1 << 33)]))
+    cut, swapped = int(draw.integers(1, len(body))), int(draw.integers(2))
+    first, second = (body[cut:], body[:cut]) if swapped else (body[:cut], body[cut:])
+    return [*start, *first, *end, *second, *end], swapped
+
+
+ROUNDS = 25
+"""The most rounds of k-means, from rows drawn by the seed (IDBR's code: scikit-learn's start and 300 rounds, 10
+times)."""
+
+DISTANCES_AT_ONCE = 4096
+"""Rows whose distances are held together."""
+
+
+def nearest_to_centroids(x_NC: Tensor, count: int, seed: int) -> Indices:
+    """Return ascending numbers of at most `count` rows, the nearest one of each cluster; of equals the first.
+
+    They are unlike each other and stand for the others.
+    """
+    if count >= len(x_NC):
+        return np.arange(len(x_NC))
+    draw = torch.Generator().manual_seed(seed)
+    centroids_KC = x_NC[torch.randperm(len(x_NC), generator=draw)[:count].sort().values].clone()
+    cluster_N = torch.full((len(x_NC),), -1)
+    for _ in range(ROUNDS):
+        before, (cluster_N, _) = cluster_N, _nearest(x_NC, centroids_KC)
+        if torch.equal(before, cluster_N):
+            break
+        size_K = torch.bincount(cluster_N, minlength=count)
+        sums_KC = torch.zeros_like(centroids_KC).index_add_(0, cluster_N, x_NC)
+        means_KC = sums_KC / size_K.clamp(min=1).unsqueeze(1)
+        centroids_KC = torch.where((size_K > 0).unsqueeze(1), means_KC, centroids_KC)
+    cluster_N, distance_N = _nearest(x_NC, centroids_KC)
+    nearness_N = (distance_N / distance_N.max().clamp(min=torch.finfo(distance_N.dtype).tiny)).round(decimals=4)
+    order = torch.argsort(nearness_N, stable=True)  # rounded: both rows of a cluster of two are as near to their mean
+    chosen: dict[int, int] = {}
+    for row in order.tolist():
+        chosen.setdefault(int(cluster_N[row]), row)
+    return np.array(sorted(chosen.values()), dtype=np.int64)
+
+
+def _nearest(x_NC: Tensor, centroids_KC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[N]` the nearest centroid of each row, and its distance."""
+    parts = [torch.cdist(rows, centroids_KC).min(1) for rows in torch.split(x_NC, DISTANCES_AT_ONCE)]
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])

@@ -1,1 +1,0 @@
-"""IDBR: two spaces of features, rows in two orders, and rows nearest to centroids."""
