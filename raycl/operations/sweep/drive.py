@@ -1,9 +1,10 @@
 """A whole sweep: checked, run through Ray Tune, continued, and summed up."""
 
+import io
 import logging
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, p
 from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
 from raycl.operations.sweep.search.stopping import TRIALS, AtTaskEnds, rule_of
+from raycl.operations.sweep.trials.bars import steps_shown
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.operations.sweep.trials.trial import TrialWork, as_trainable
 from raycl.progress import report
@@ -172,14 +174,15 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
         if isinstance(searcher, TpeSearcher):
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
-    log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
+    scored = ", ".join(sweep.metric)
+    log.info("%s: %d of %d trials to run, %d at a time, by %s", folder.storage.uri, todo, plan.total, at_once, scored)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
     signals = StopOnSignal(folder.storage, stop.driver, _base(sweep).launch.grace_s, has_begun=lambda: True)
     searcher.stop = stop
     report(TRIALS, scheduler.over, plan.total, has_lines=True)
     try:
-        with signals:
+        with signals, steps_shown(folder, scheduler.running):
             errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
     except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
         if not signals.reason:
@@ -287,7 +290,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with clusters.environment(QUIET):
+        with clusters.environment(QUIET), redirect_stdout(io.StringIO()):  # Tune prints trials that end without results
             yield
     finally:
         logger.setLevel(level)

@@ -49,7 +49,11 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 
 
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
-    """Starts trials in order; after each task the rule decides whether a trial continues."""
+    """Starts trials in order; after each task the rule decides whether a trial continues.
+
+    Attributes:
+        over: number of trials that have ended. running: numbers of those that have not, of the ones that Tune has.
+    """
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int, over: int) -> None:
         """Stop trials by a rule.
@@ -60,6 +64,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         """
         super().__init__()
         self.folder, self.rule, self.tasks, self.total, self.over = folder, rule, tasks, total, over
+        self.running: set[int] = set()
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
         """Add a trial of an earlier session to the rule, which compares later ones with it."""
@@ -75,6 +80,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         """Add a trial."""
+        self.running.add(trial.config["number"])
         if self.rule is not None:
             self.rule.on_trial_add(tune_controller, trial)
 
@@ -98,15 +104,16 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         """Remove a finished trial."""
-        self._count()
+        self._count(trial)
         if self.rule is not None and SCORE in result:
             self.rule.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Count it; rules forget it."""
-        self._count()
+        self._count(trial)
 
-    def _count(self) -> None:
+    def _count(self, trial: Any) -> None:
+        self.running.discard(trial.config["number"])
         self.over += 1
         report(TRIALS, self.over, self.total, has_lines=True)
 
