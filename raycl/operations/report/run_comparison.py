@@ -39,7 +39,11 @@ from raycl.metrics.run_results import (
 )
 
 NOT_COMPARED = frozenset(
-    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions", "eval.other_row"}
+    {
+        *("seed", "launch", "tracking", "output", "checkpoint"),
+        *("bank.dir", "bank.branch", "bank.publish", "bank.copies", "bank.sample_days", "bank.allow_storage"),
+        *("eval.singles", "eval.save_predictions", "eval.other_row"),
+    }
 )
 """Config sections and keys that may differ among runs of one line: they do not change what is learned."""
 

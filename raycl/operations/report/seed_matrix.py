@@ -46,12 +46,12 @@ class SeedMatrix:
 
     @property
     def title(self) -> str:
-        """A line that identifies it: the run, or the method with the number of its runs and their seeds."""
+        """A line that identifies it: the method, where others share it the settings that differ, and the seeds."""
         first, *rest = self.results
-        if not rest:
-            return title_of(first)
-        seeds = ", ".join(str(result["config"].get("seed")) for result in self.results)
         method = f"{method_of(first)} ({self.settings})" if self.settings else method_of(first)
+        if not rest:
+            return method + title_of(first).removeprefix(method_of(first))
+        seeds = ", ".join(str(result["config"].get("seed")) for result in self.results)
         return f"{method} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
 
     @property
