@@ -126,7 +126,8 @@ def lines_of_cuts(stream: Stream, task: Task) -> Iterator[str]:
                 advice = "choose a backbone with more positions or shorten the texts"
                 if cut["limit"] < room:
                     advice = f"to keep more of them set {settings[side]}.{task.name}={room}, or {advice}"
+            mean = counted(round(cut["tokens"] / cut["rows"]), "token")
             yield (
                 f"{cut['rows']:,} of {counted(cut['of'], name)} of {split} are cut to {cut['limit']} tokens: {lost}, "
-                f"{cut['tokens'] / cut['rows']:.0f} tokens on average and {cut['most']:,} at most; {advice}"
+                f"{mean} on average and {cut['most']:,} at most; {advice}"
             )

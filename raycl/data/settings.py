@@ -124,7 +124,10 @@ class TaskSpec(Section):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if self.recorded is None and self.path is None and self.train is None:
-            raise ValueError(f"task '{self.name}' has no data: give 'path', or both 'train' and 'test'")
+            raise ValueError(
+                f"task '{self.name}' has no data: give 'path', or both 'train' and 'test', or the name without braces "
+                "if raycl knows the task"
+            )
         if set(self.words) & set(self.words.values()) - {label for label, word in self.words.items() if label == word}:
             raise ValueError(f"task '{self.name}' has words that are labels with other words: choose other words")
         if self.first_label is not None and not isinstance(self.labels, tuple):

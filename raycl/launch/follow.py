@@ -42,7 +42,7 @@ def follow(storage: Storage, label: str = "", every_s: float = FOLLOW_S) -> Iter
 
     for _ in fresh(storage):
         pass  # earlier lines are not logged again
-    steps = _Steps(storage, label)
+    steps = StepsBar(storage, label)
     try:
         with repeating(log_new, every_s, "follow"):
             yield
@@ -51,10 +51,11 @@ def follow(storage: Storage, label: str = "", every_s: float = FOLLOW_S) -> Iter
         steps.end()
 
 
-class _Steps:
+class StepsBar:
     """The bar of a run whose workers are other processes, by their heartbeat."""
 
     def __init__(self, storage: Storage, label: str) -> None:
+        """Show steps of workers that start from now on, each task after `label`."""
         self._label = label
         self._shown = ""
         self._earlier = self._beat(storage)

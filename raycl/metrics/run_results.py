@@ -321,7 +321,8 @@ def title_of(result: Tree) -> str:
 
 
 def short_names(names: Sequence[str], limit: int = 14) -> list[str]:
-    """Return names of at most `limit` characters: complete, else up to the first `_`, else cut with `…`; all different.
+    """Return names of at most `limit` characters: complete, else up to the first `_` of a word, else cut with `…`; all
+    different.
 
     Names that would become equal carry their number, `3:longna…`.
     """
@@ -336,7 +337,8 @@ def _shortened(name: str, limit: int) -> str:
     if len(name) <= limit:
         return name
     head = name.partition("_")[0]
-    return head if 0 < len(head) <= limit and head != name else f"{name[: limit - 1]}…"
+    is_word = " " not in name and head != name
+    return head if is_word and 0 < len(head) <= limit else f"{name[: limit - 1]}…"
 
 
 def _name(result: Tree, section: str) -> str:

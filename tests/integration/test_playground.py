@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from chromium import recorded
 from local_endpoint import Served, serving
-from page_looks import faults, looks
+from page_looks import broken_words, cut_choices, faults, looks
 from playground_page import CARDS, answer_text, expect_state, mixture, opened, send, shown
 from playwright.sync_api import Page, Route, expect
 from tiny import Complete, on_main
@@ -443,6 +443,14 @@ def test_the_gates_last_judgement(page: Page, complete: Complete, tmp_path: Path
         assert page.locator("main img, main script").count() == 0
 
 
+def test_a_snapshot_that_does_not_answer_is_a_notice(page: Page, served: Get) -> None:
+    rejected = "snapshot 3 was rejected: colour falls by 9.0 points, allowed are 1"
+    summary = {"active": 2, "tasks": ["colour"], "kind": "decoder", "data": [2, 3], "problem": rejected}
+    page.route("**/v1/snapshots", lambda route: route.fulfill(json={**summary, "decisions": []}))
+    page.goto(served("llama").url + "/")
+    expect(page.locator("#problem")).to_have_text(f"Snapshot 2 still answers: {rejected}")
+
+
 # ---- how it looks --------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +459,10 @@ def test_pages_can_be_read(page: Page, served: Get) -> None:
     expect(page.locator("#examples li")).to_have_count(2)
     for look in looks(page):
         assert faults(page) == [], f"without a text, {look}"
+    page.locator("#settings > summary").click()
+    for look in looks(page, "light"):
+        assert cut_choices(page, "#settings") == [], look
+    page.locator("#settings > summary").click()
     send(page, COLOUR, max_tokens=2)
     expect_state(page, "done", *CARDS)
     for summary in ("#auto .request > summary", "#switch > summary", "#auto .mixture summary"):
@@ -505,6 +517,7 @@ def test_metrics_without_prometheus(page: Page, complete: Complete) -> None:
         assert rows == [{"text": text, "label": ""} for text in unsure]
         for look in looks(page):
             assert faults(page) == [], f"metrics with drift, {look}"
+            assert broken_words(page, "#drift") == [], f"metrics with drift, {look}"
         assert errors == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def test_new_data_with_a_new_label(three: Learned, lab: Lab, tmp_path: Path) -> 
     assert "fish" not in bank.open(3).adapter("animal.0").labels and "dog" not in head.adapter("animal.0").labels
 
 
-def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learned, lab: Lab, tmp_path: Path) -> None:
+def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(
+    three: Learned, lab: Lab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """New rows with the labels of each other: right on these alone, a snapshot has lost those before."""
     bank, _ = three("slm")
     trained = {"train": {"epochs": 12}}
@@ -154,7 +157,9 @@ def test_the_gate_judges_a_revised_task_on_the_rows_that_it_had_too(three: Learn
         swapped = rows.replace('"dog"', '"?"').replace('"cat"', '"dog"').replace('"?"', '"cat"')
         (tmp_path / f"{split}.jsonl").write_text(swapped)
     given = {"start": f"{bank.storage.uri}@3", "revise": "animal"}
+    caplog.set_level(logging.INFO, logger="raycl")
     begun({"bank": {**given, "branch": "good"}, **trained}, tmp_path / "good")
+    assert "without 'animal', which is learned next:" in caplog.text
     poisoned = {"stream": {"tasks": [{"name": "animal", "path": str(tmp_path)}]}, **trained}
     begun({"bank": {**given, "branch": "poisoned"}, **poisoned}, tmp_path / "poisoned")
     good, bad = head_of(bank, "good").number, head_of(bank, "poisoned").number

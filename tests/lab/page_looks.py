@@ -46,6 +46,42 @@ MEASURE = """root => {
   return found;
 }"""
 
+BROKEN = """root => {
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    for (const word of walker.currentNode.data.matchAll(/\\S+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(({ top }) => top)).size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+}"""
+
+CUT = """root => [...document.querySelectorAll(`${root} select`)].map(select => {
+  const style = getComputedStyle(select);
+  const context = new OffscreenCanvas(1, 1).getContext("2d");
+  context.font = style.font;
+  const room = select.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight) - 20;
+  const words = select.selectedOptions[0]?.text ?? "";
+  return context.measureText(words).width > room ? words : "";
+}).filter(Boolean)"""
+"""The arrow of a select takes 20 pixels."""
+
+
+def broken_words(page: Page, root: str) -> list[str]:
+    """Return the words below an element that stand on two lines."""
+    found: list[str] = page.evaluate(BROKEN, root)
+    return found
+
+
+def cut_choices(page: Page, root: str) -> list[str]:
+    """Return the chosen words of selects below an element that have no room."""
+    found: list[str] = page.evaluate(CUT, root)
+    return found
+
 
 def faults(page: Page, root: str = "body") -> list[str]:
     """Return what cannot be read below an element: words that are too small or too pale, and a page that is too wide.

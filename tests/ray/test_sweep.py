@@ -216,6 +216,7 @@ def test_sigterm_writes_checkpoints_of_all_running_trials(
         "stopped by Ctrl-C, 0 of 3 trials are over, .*; continue with the same command and --resume$", last
     )
     assert "Traceback" not in said and not sweep_folder.storage.list("failed"), said
+    assert "Last result" not in said, "Tune prints nothing of its own"
     for trial in running:
         phase, step = trace(trial)[-1][:2]
         assert read_state(trial).checkpoints[-1].startswith(f"phase{phase:03d}-step{step:07d}-")

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     command("list", "snapshots and adapters")
     command("branches", "each branch, the snapshot that it points at, and what moved it there")
-    log = command("log", "snapshots of a branch, newest first, with the tasks that each added", reference=True)
+    log = command("log", "snapshots of a branch, newest first, with the tasks that each changed", reference=True)
     log.add_argument("branch", nargs="?", metavar="REF", help="the same, for branches with a slash in their name")
     promoting = command("promote", "move a branch forward to a snapshot")
     promoting.add_argument("branch", metavar="REF", help=REFERENCE)

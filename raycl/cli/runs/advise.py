@@ -8,9 +8,24 @@ raycl advise --backbone google-t5/t5-large --memory 24 --rows 2000 --json
 
 import argparse
 import json
+import math
 
 from raycl.cli import commands
 from raycl.cli.commands import show
+
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def size_of(text: str) -> float:
+    """Return the number of parameters in `7B`, `135M` or `7e9`."""
+    unit = UNITS.get(text[-1:].upper(), 1.0)
+    try:
+        size = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of parameters: expected one such as 7B, 135M or 7e9")
+    return size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, metavar="N", help="training rows of a task (default: the median of DATA)")
     parser.add_argument("--backbone", metavar="NAME", help="model folder or hub id, whose config.json is here")
     parser.add_argument("--kind", metavar="encoder|encoder-decoder|decoder", help="of the backbone")
-    parser.add_argument("--size", type=float, metavar="PARAMETERS", help="of the backbone, such as 7e9")
+    parser.add_argument("--size", type=size_of, metavar="PARAMETERS", help="of the backbone, such as 7B, 135M or 7e9")
     parser.add_argument("--no-kept-data", action="store_true", help="no row of an earlier task may be stored")
     parser.add_argument("--task-known", action="store_true", help="a text's task is known when it is answered")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of the device that trains")

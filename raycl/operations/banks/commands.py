@@ -13,7 +13,17 @@ from raycl.backbone import BackboneConfig, load_codec
 from raycl.backbone.codec import capabilities_of
 from raycl.backbone.model_files import FetchedFiles, folder_of
 from raycl.bank import AdapterRef, Bank, Snapshot
-from raycl.bank.branches import MAIN, TAGS, Branch, branch_names, head_of, is_branch_name, missing_branch, resolve
+from raycl.bank.branches import (
+    MAIN,
+    TAGS,
+    Branch,
+    branch_names,
+    head_of,
+    is_ancestor,
+    is_branch_name,
+    missing_branch,
+    resolve,
+)
 from raycl.bank.manifest import snapshot_file
 from raycl.config.trust import Permissions
 from raycl.data.sources.fields import TEXT_NAMES, Columns
@@ -81,7 +91,7 @@ def branches(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def log(bank: Bank, options: Namespace) -> CommandResult:
-    """Return a snapshot's line back to the first: what each added, and what a branch left when it went back there."""
+    """Return a snapshot's line back to the first: what each changed, and what a branch left when it went back there."""
     entries = []
     is_branch = is_branch_name(options.branch) and Branch(bank, options.branch).head() is not None
     back = Branch(bank, options.branch).steps_back() if is_branch else []
@@ -89,13 +99,12 @@ def log(bank: Bank, options: Namespace) -> CommandResult:
     while snapshot is not None:
         parent = snapshot.parent
         before = bank.open(parent) if parent is not None and bank.storage.exists(snapshot_file(parent)) else None
-        known = {task.name for task in before.tasks} if before else set()
         entries.append(
             {
                 "snapshot": snapshot.number,
                 "sha256": snapshot.sha256,
                 "parent": parent,
-                "tasks_added": [task.name for task in snapshot.tasks if task.name not in known],
+                **_changed_tasks(snapshot, before),
                 "tasks": [task.name for task in snapshot.tasks],
                 "run": snapshot.provenance.get("run", ""),
                 "went_back_from": [left for left, move in back if move.snapshot == snapshot.number],
@@ -103,19 +112,33 @@ def log(bank: Bank, options: Namespace) -> CommandResult:
         )
         snapshot = before
     end = "" if entries[-1]["parent"] is None else f"\nsnapshot {entries[-1]['parent']} and those before it were pruned"
-    rows = [
-        (entry["snapshot"], _digits(entry), ", ".join(entry["tasks_added"]), len(entry["tasks"]), entry["run"])
-        for entry in entries
-    ]
+    rows = [(entry["snapshot"], _digits(entry), _change(entry), len(entry["tasks"]), entry["run"]) for entry in entries]
     line = {entry["snapshot"] for entry in entries}
     steps = [
         f"\n{_when(asdict(move))}: the branch went back from snapshot {left} to {move.snapshot} ({move.why})"
         for left, move in back
         if move.snapshot in line
     ]
-    return CommandResult(
-        table(("snapshot", "sha256", "tasks added", "tasks", "run"), rows) + end + "".join(steps), entries
-    )
+    return CommandResult(table(("snapshot", "sha256", "change", "tasks", "run"), rows) + end + "".join(steps), entries)
+
+
+def _changed_tasks(snapshot: Snapshot, before: Snapshot | None) -> dict[str, list[str]]:
+    """Return the tasks that a snapshot adds to its parent, those that it lacks, and the one that it learned again."""
+    now, known = [task.name for task in snapshot.tasks], [task.name for task in before.tasks] if before else []
+    added, removed = [name for name in now if name not in known], [name for name in known if name not in now]
+    learned = snapshot.provenance.get("phase_name")
+    again = before is not None and not added and not removed and "fused" not in snapshot.provenance
+    return {
+        "tasks_added": added,
+        "tasks_removed": removed,
+        "tasks_again": [learned] if again and learned in now else [],
+    }
+
+
+def _change(entry: dict[str, Any]) -> str:
+    removed, again = entry["tasks_removed"], entry["tasks_again"]
+    words = [*entry["tasks_added"], *(f"without {name}" for name in removed), *(f"{name} again" for name in again)]
+    return ", ".join(words)
 
 
 def promote(bank: Bank, options: Namespace) -> CommandResult:
@@ -141,9 +164,11 @@ def rollback(bank: Bank, options: Namespace) -> CommandResult:
     before = branch.head()
     branch.go_back(snapshot, options.why)
     tree = {"branch": branch.name, "before": before, "snapshot": snapshot.number, "sha256": snapshot.sha256}
+    forward = before is not None and is_ancestor(bank, snapshot.number, bank.open(before))
+    again = f"promote {before} --to {branch.name}" if forward else f"rollback --to {before} --branch {branch.name}"
     text = (
         f"branch '{branch.name}' went back from snapshot {before} to {snapshot.number}, and so do endpoints that "
-        f"follow it; the next task is learned from there, and `promote {before} --to {branch.name}` goes forward again"
+        f"follow it; the next task is learned from there, and `{again}` undoes this"
     )
     return CommandResult(text, tree)
 

@@ -39,7 +39,11 @@ from raycl.metrics.run_results import (
 )
 
 NOT_COMPARED = frozenset(
-    {"seed", "launch", "tracking", "output", "checkpoint", "eval.singles", "eval.save_predictions", "eval.other_row"}
+    {
+        *("seed", "launch", "tracking", "output", "checkpoint"),
+        *("bank.dir", "bank.branch", "bank.publish", "bank.copies", "bank.sample_days", "bank.allow_storage"),
+        *("eval.singles", "eval.save_predictions", "eval.other_row"),
+    }
 )
 """Config sections and keys that may differ among runs of one line: they do not change what is learned."""
 
@@ -318,12 +322,13 @@ class SeedMatrix:
 
     @property
     def title(self) -> str:
-        """A line that identifies it: the run, or the method with the number of its runs and their seeds."""
+        """A line that identifies it: the method, where others share it the settings that differ, and the seeds."""
         first, *rest = self.results
+        method = method_of(first, self.settings)
         if not rest:
-            return title_of(first)
+            return method + title_of(first).removeprefix(method_of(first))
         seeds = ", ".join(str(result["config"].get("seed")) for result in self.results)
-        return f"{method_of(first, self.settings)} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
+        return f"{method} on {stream_of(first)}, {backbone_of(first)}, seeds {seeds}"
 
     @property
     def tasks(self) -> list[str]:

@@ -72,8 +72,12 @@ class Page(Group):
         return render(self)
 
 
-def matrix_table(result: Tree) -> Page:
-    """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below."""
+def matrix_table(result: Tree, title: str = "") -> Page:
+    """Return the matrix with one decimal, `after <task>` by task, the headline numbers and the stream's notes below.
+
+    Args:
+        title: the line above; "": that of the run.
+    """
     table = grid(["", *_heads(tasks_of(result))])
     for kind, head in ((UNTRAINED, UNTRAINED), (IN_CONTEXT, shots_of(result))):
         if (bare := untrained_of(result, kind)) is not None:
@@ -92,7 +96,7 @@ def matrix_table(result: Tree) -> Page:
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
     parts = (_other_row, _accuracies, _unseen, _general, _epochs, _revision, _starts, _routing, _notes)
     below = [content for part in parts for content in part(result)]
-    return Page(Text(title_of(result)), table, Text(headline), *below)
+    return Page(Text(title or title_of(result)), table, Text(headline), *below)
 
 
 def mean_matrix_table(matrix: SeedMatrix) -> Page:
@@ -110,7 +114,7 @@ def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
     left = 0
     for matrix in seed_matrices(results):
         several = len(matrix.results) > 1
-        block = str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0]))
+        block = str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0], matrix.title))
         wide = max(map(cell_len, block.split("\n")))
         left -= wide + GAP
         if not bands or left < 0:

@@ -6,10 +6,11 @@ the rule's decision goes to the run (`raycl.training.records.run_folder`), whose
 decision to continue: the trial ends as if its stream were over.
 """
 
+import io
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
+from raycl.operations.sweep.trials.bars import steps_shown
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, TrialWork, as_trainable
 from raycl.progress import report
@@ -67,7 +69,11 @@ def rule_of(sweep: SweepConfig, tasks: int) -> Any:
 
 
 class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
-    """Starts trials in order; after each task the rule decides whether a trial continues."""
+    """Starts trials in order; after each task the rule decides whether a trial continues.
+
+    Attributes:
+        over: number of trials that have ended. running: numbers of those that have not, of the ones that Tune has.
+    """
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int, over: int) -> None:
         """Stop trials by a rule.
@@ -78,6 +84,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         """
         super().__init__()
         self.folder, self.rule, self.tasks, self.total, self.over = folder, rule, tasks, total, over
+        self.running: set[int] = set()
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
         """Add a trial of an earlier session to the rule, which compares later ones with it."""
@@ -92,6 +99,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             self.rule.on_trial_complete(None, trial, results[-1])
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        self.running.add(trial.config["number"])
         if self.rule is not None:
             self.rule.on_trial_add(tune_controller, trial)
 
@@ -114,15 +122,16 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         return str(TrialScheduler.CONTINUE)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        self._count()
+        self._count(trial)
         if self.rule is not None and SCORE in result:
             self.rule.on_trial_complete(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         """Count it; rules forget it."""
-        self._count()
+        self._count(trial)
 
-    def _count(self) -> None:
+    def _count(self, trial: Any) -> None:
+        self.running.discard(trial.config["number"])
         self.over += 1
         report(TRIALS, self.over, self.total, has_lines=True)
 
@@ -274,14 +283,15 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
         if isinstance(searcher, TpeSearcher):
             searcher.tell_finished(plan.trials[number], rows.curve, states[number][0] == "stopped")
     at_once = concurrency(sweep)
-    log.info("%s: %d of %d trials to run, %d at a time", folder.storage.uri, todo, plan.total, at_once)
+    scored = ", ".join(sweep.metric)
+    log.info("%s: %d of %d trials to run, %d at a time, by %s", folder.storage.uri, todo, plan.total, at_once, scored)
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
     signals = StopOnSignal(folder.storage, stop.driver, _base(sweep).launch.grace_s, has_begun=lambda: True)
     searcher.stop = stop
     report(TRIALS, scheduler.over, plan.total, has_lines=True)
     try:
-        with signals:
+        with signals, steps_shown(folder, scheduler.running):
             errors = _fit(sweep, folder, work, searcher, scheduler, todo, at_once)
     except (SystemExit, KeyboardInterrupt):  # Ray makes the one of the other
         if not signals.reason:
@@ -389,7 +399,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with clusters.environment(QUIET):
+        with clusters.environment(QUIET), redirect_stdout(io.StringIO()):  # Tune prints trials that end without results
             yield
     finally:
         logger.setLevel(level)

@@ -10,8 +10,8 @@ from contextlib import nullcontext, redirect_stdout, suppress
 import ray
 
 from raycl.bank import Bank
-from raycl.bank.activations import Activations
-from raycl.bank.branches import resolve
+from raycl.bank.activations import Activation, Activations
+from raycl.bank.branches import Move, resolve
 from raycl.bank.integrity import IntegrityCheck
 from raycl.config import Tree
 from raycl.errors import BankError, LaunchError, StorageError
@@ -67,7 +67,7 @@ def _serve(config: ServeConfig, application: object, name: str, ready: Callable[
         log.info("serving %s on %s (Ctrl-C ends it)", config.bank, url)
         log.info("metrics for Prometheus: %s", ", ".join(metrics))
         ready({"bank": config.bank, "url": url, "metrics": metrics})
-        news, watch = _News(config), Watch(name, stopped)
+        news, watch = News(config), Watch(name, stopped)
         while not stopped.wait(LOOK_S):
             news.log()
         if watch.gone:
@@ -75,10 +75,11 @@ def _serve(config: ServeConfig, application: object, name: str, ready: Callable[
     log.info("stopping: answers that have begun are finished")
 
 
-class _News:
+class News:
     """Log lines about what is to answer: moves of the branch that is followed, and decisions."""
 
     def __init__(self, config: ServeConfig) -> None:
+        """Log what comes from now on."""
         self._follows = config.follow.enabled and not config.follow.gated and not config.forwards
         self._activations = Activations(Bank.at(config.bank), config.branch)
         self._move = self._decision = -1
@@ -94,6 +95,7 @@ class _News:
             why = decision.provenance["why"]
             if self._decision >= 0:
                 log.info("decision %d: snapshot %d answers (%s)", decision.number, decision.snapshot, why)
+                self._log_way_back(decision, move)
             self._decision = decision.number
         if move is not None and move.number > self._move:
             if self._move >= 0:
@@ -101,6 +103,17 @@ class _News:
                 log.info("branch '%s' is at snapshot %s%s", self._activations.branch.name, move.snapshot, answers)
             self._move = move.number
         self._decision, self._move = max(self._decision, 0), max(self._move, 0)
+
+    def _log_way_back(self, decision: Activation, move: Move | None) -> None:
+        """Log that a rejected snapshot is still the head of its branch, and the command that changes it."""
+        if move is None or move.snapshot is None or decision.provenance.get("rejected") != move.snapshot:
+            return
+        bank, branch = self._activations.bank.storage.address, self._activations.branch.name
+        log.info(
+            "branch '%s' still points at snapshot %d, so the next task would be learned from it; to take it back: "
+            "raycl bank rollback %s --branch %s --to %d",
+            *(branch, move.snapshot, bank, branch, decision.snapshot),
+        )
 
 
 def activate(config: ServeConfig, reference: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ it had been that run and got more tasks. It evaluates the snapshot's phase first
 snapshot was published.
 """
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import RouterState, Score
+
+log: logging.Logger = logging.getLogger("raycl")
 
 PARAMETERS = "parameters"
 """Group of the parameters of a training state."""
@@ -194,6 +197,8 @@ def start_from_snapshot(
     summary["versions"] = snapshot.provenance.get("versions")
     journal = Journal.claim(objects.storage, context.info, workers=0, driver="", **summary)
     journal.begin_with(name, manifest, phases)
+    if revision is not None:
+        log.info("without '%s', which is learned next:", revision.task)
 
 
 def check_backbone(snapshot: Snapshot, context: TrainingContext) -> None:

@@ -379,8 +379,8 @@ def _own_tasks(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[
     names = [f"'{task.name}'" for task in stream.tasks if stream.takes_template(task, codec)]
     if names:
         yield (
-            f"task {some(names, 3)}: texts are messages under the model's chat template; stream.prompt=plain sends "
-            "them as they are"
+            f"{'task' if len(names) == 1 else 'tasks'} {some(names, 3)}: texts are messages under the model's chat "
+            "template; stream.prompt=plain sends them as they are"
         )
     for phase in SCHEDULES[config.stream.schedule]().phases(stream):
         order = _order(config, stream, phase, codec)

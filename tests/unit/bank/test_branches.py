@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from bank_samples import child
 from damage import KINDS, damaged
 
-from raycl.bank import Bank
+from raycl.bank import Bank, NewSnapshot
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
 from raycl.bank.pruning import hold_lease, release_lease
@@ -241,13 +242,39 @@ def test_commands(bank: Bank, command: Callable[..., str]) -> None:
     log = command("log").splitlines()
     assert [line.split()[0] for line in log[2:]] == ["2", "1"] and " b " in log[2] and " a " in log[3]
     went = command("rollback", "--to", "1", "--why", "b is wrong")
-    assert "branch 'main' went back from snapshot 2 to 1" in went and "`promote 2 --to main` goes forward again" in went
+    assert "branch 'main' went back from snapshot 2 to 1" in went and "`promote 2 --to main` undoes this" in went
     assert "the branch went back from snapshot 2 to 1 (b is wrong)" in command("log")
     assert [line.split()[0] for line in command("log", "sweeps/s/0003").splitlines()[2:]] == ["2", "1"]
     assert "never had snapshot 3" in command("rollback", "--to", "3", fails=True)
     assert "points at snapshot 2 (before: snapshot 1)" in command("promote", "2")
     assert "it was at snapshot 3" in command("delete", "old") and "has no 'old'" in command("log", "old", fails=True)
     assert "points at snapshot 3 (before: nothing)" in command("promote", "3", "--to", "old")
+
+
+def test_log_names_tasks_that_are_gone_or_learned_again(bank: Bank, command: Callable[..., str]) -> None:
+    whole = child(bank, "b", child(bank, "a"))
+    entries = [(entry, whole.layouts[entry.layout]) for entry in whole.adapters]
+    same = (whole.backbone, whole.router)
+    again = bank.snapshot(NewSnapshot(entries, *same, whole.tasks, parent=2, provenance={"phase_name": "b"}))
+    less = bank.snapshot(NewSnapshot(entries[:1], *same, whole.tasks[:1], parent=3, provenance={"forgotten": ["b"]}))
+    for snapshot in (whole, again, less):
+        Branch(bank).advance(snapshot, "run")
+    lines = command("log").splitlines()[2:]
+    assert [re.split("  +", line.strip())[2] for line in lines] == ["without b", "b again", "b", "a"]
+
+
+def test_a_way_back_names_the_command_that_undoes_it(bank: Bank, command: Callable[..., str]) -> None:
+    """Snapshots 2 and 3 are siblings: `promote` refuses the one after the other."""
+    first, branch = child(bank, "a"), Branch(bank)
+    branch.advance(first, "run")
+    branch.advance(child(bank, "b", first), "run")
+    branch.go_back(first, "b is wrong")
+    branch.advance(child(bank, "c", first), "run")
+    for target in ("2", "1"):
+        before = branch.head()
+        words = command("rollback", "--to", target).partition("`")[2].partition("`")[0]
+        command(*words.split())
+        assert branch.head() == before, words
 
 
 @pytest.mark.parametrize("kind", ["branch", "endpoint"])

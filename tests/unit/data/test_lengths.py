@@ -50,3 +50,4 @@ def test_positions_and_ceilings_end_lengths_and_cuts_are_said(write_task: WriteT
         line = next(lines_of_cuts(stream, task))
         advice = "max_source_tokens_by_task.agnews=" if endless else "choose a backbone with more positions"
         assert f"are cut to {most[0]} tokens: their inputs lose the end" in line and advice in line
+        assert " 1 tokens" not in line and " on average and " in line

@@ -75,7 +75,10 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
             "config key 'modifiers.migu.rule' is 'ceil': input should",
         ),
         (["stream.tasks=[{name: a, pth: x}]"], "unknown config key 'stream.tasks.0.pth': did you mean "),
-        (["stream.tasks=[{name: a}]"], "stream.tasks.0: task 'a' has no data: give 'path', or both "),
+        (
+            ["stream.tasks=[{name: a}]"],
+            "stream.tasks.0: task 'a' has no data: give 'path', or both 'train' and 'test', or the name without braces",
+        ),
     ],
 )
 def test_errors_of_choices_use_the_users_names(overrides: list[str], words: str) -> None:

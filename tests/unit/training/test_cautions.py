@@ -114,7 +114,7 @@ def test_own_tasks_get_a_models_chat_template_and_enough_steps(lab: Lab, caplog:
         return [text for record in caplog.records if any(part in (text := record.getMessage()) for part in said)]
 
     asked, first, second = lines(template)
-    assert asked.startswith("task 'colour', 'animal': texts are messages under the model's chat template")
+    assert asked.startswith("tasks 'colour', 'animal': texts are messages under the model's chat template")
     assert first.startswith("'colour' is trained for 13 epochs instead of 3, since its rows are few; train.epochs ")
     assert second.startswith("'animal' is trained for 13 epochs")
     assert len(lines(template, train={"epochs_by_task": {"colour": 3}})) == 2

@@ -47,14 +47,15 @@ def scores_figure(lines: Sequence[Line]) -> Figure:
     _legend(axes)
     highest = [line.numbers["ap"].mean for line in lines if line.numbers["ap"] is not None]
     highest += [line.published["ap"] for line in lines if "ap" in line.published]
-    axes.set(xlim=(0, min(100, max(1.2 * max(highest), 10))))
+    axes.set(xlim=(0, min(103, max(1.2 * max(highest), 10))))  # a mark at 100 is whole
     axes.set_xlabel("AP", fontsize=9)
     return figure
 
 
 def verdicts_figure(verdicts: Sequence[Verdict]) -> Figure:
     """Return the difference of each method from its reference with its 95 % interval; the word is colour and marker."""
-    figure, axes = _listed([f"{verdict.first} – {verdict.second}" for verdict in verdicts])
+    shared = len({verdict.second for verdict in verdicts}) == 1
+    figure, axes = _listed([v.first if shared else f"{v.first} – {v.second}" for v in verdicts])
     for place, verdict in enumerate(verdicts):
         known = verdict.difference
         if known is not None:
@@ -64,7 +65,8 @@ def verdicts_figure(verdicts: Sequence[Verdict]) -> Figure:
             axes.plot(known.mean, place, marker, color=colour, label=verdict.word)
     axes.axvline(0, color="black", linewidth=0.8)
     _legend(axes)
-    axes.set_xlabel(f"difference of {METRICS[verdicts[0].measure]}, 95 % interval", fontsize=9)
+    reference = " from the reference" if shared else ""
+    axes.set_xlabel(f"difference of {METRICS[verdicts[0].measure]}{reference}, 95 % interval", fontsize=9)
     return figure
 
 

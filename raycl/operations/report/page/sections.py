@@ -119,7 +119,8 @@ def verdict_section(verdicts: Sequence[Verdict]) -> PageSection:
 def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
     shown = matrices[:MOST_PANELS]
     tables = [
-        mean_matrix_table(matrix) if len(matrix.results) > 1 else matrix_table(matrix.results[0]) for matrix in matrices
+        mean_matrix_table(matrix) if len(matrix.results) > 1 else matrix_table(matrix.results[0], matrix.title)
+        for matrix in matrices
     ]
     results = [result for matrix in shown for result in matrix.results]
     lead = [f"The {len(shown)} settings with the highest AP are drawn."] if len(shown) < len(matrices) else []

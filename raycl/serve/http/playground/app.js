@@ -37,7 +37,7 @@ const switching = new Switch(() => attempt(refresh));
 
 async function refresh() {
   const served = await json("v1/snapshots");
-  const problem = served.problem ? `The newest decision could not be followed: ${served.problem}` : "";
+  const problem = served.problem ? `Snapshot ${served.active} still answers: ${served.problem}` : "";
   show($("problem"), problem);
   switching.update(served);
   $("chat").hidden = !served.chat;
@@ -58,7 +58,7 @@ function describe(moved) {
   $("state").classList.toggle("moved", Boolean(moved));
   document.body.dataset.kind = known.kind;
   const numbers = [...known.snapshots].reverse().map((number) => [String(number), String(number)]);
-  fill($("pin"), [["", `the active one (${known.active})`], ...numbers]);
+  fill($("pin"), [["", `active (${known.active})`], ...numbers]);
   fill($("task"), [["", "not given"], ...known.tasks.map((task) => [task, task])]);
   const alone = known.tasks.filter((task) => known.adapters.some((one) => one.tasks.join() === task));
   const names = known.adapters.filter((one) => !alone.includes(one.name)).map((one) => `${one.name}@${one.version}`);

@@ -127,3 +127,15 @@ def test_data_with_columns_of_other_names_and_unusable_rows_is_counted(
     assert main(["advise", task]) == 0
     shown = capsys.readouterr().out
     assert "not measured at your size: 400 rows a task" in shown and '"columns": {"text": "body"' in shown
+
+
+@pytest.mark.parametrize(("text", "size"), [("7B", 7e9), ("135m", 135e6), ("7e9", 7e9), ("0.5b", 5e8)])
+def test_sizes_are_written_as_models_are_named(text: str, size: float) -> None:
+    assert commands.parsed("advise", ["--size", text]).size == size
+
+
+@pytest.mark.parametrize("text", ["big", "B", "-7B", "nan", "inf", ""])
+def test_what_is_no_size_is_refused_with_examples(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.parsed("advise", [f"--size={text}"])
+    assert f"'{text}' is no number of parameters: expected one such as 7B, 135M or 7e9" in capsys.readouterr().err

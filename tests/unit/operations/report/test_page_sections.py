@@ -11,9 +11,12 @@ import pytest
 
 from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
+from raycl.operations.report.page.page_figures import scores_figure, verdicts_figure
 from raycl.operations.report.page.report_page import report_page
 from raycl.operations.report.page.sections import MOST_CURVES, sections_of
 from raycl.operations.report.plots import DARK, matrix_figure, svg_of
+from raycl.operations.report.run_comparison import compare
+from raycl.operations.report.verdicts import Verdict
 from raycl.storage.records import hashed
 
 Make = Callable[..., dict[str, Any]]
@@ -70,3 +73,20 @@ def test_many_settings_are_all_in_tables(make_result: Make) -> None:
     assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
     with pytest.raises(RunError, match="no method of these runs is named 'nothing'"):
         report_page(results, "many", "nothing")
+
+
+def test_names_of_verdicts_are_those_of_methods_where_they_have_one_reference() -> None:
+    """Pairs of names with settings are too long to be told apart."""
+
+    def names(*pairs: tuple[str, str]) -> list[str]:
+        axes = verdicts_figure([Verdict(first, second, "ap", None) for first, second in pairs]).axes[0]
+        return [label.get_text() for label in axes.get_yticklabels()]
+
+    best, lora, other = (f"{name} (train.learning_rate=0.01)" for name in ("slm", "lora", "gem"))
+    assert names((lora, best), (other, best)) == [lora, other]
+    assert names(("lora", "slm"), ("gem", "lora")) == ["lora – slm", "gem – lora"]
+
+
+def test_a_mark_at_a_hundred_is_whole(make_result: Make) -> None:
+    axes = scores_figure(compare([make_result(ap=100.0)])).axes[0]
+    assert axes.get_xlim()[1] > 101

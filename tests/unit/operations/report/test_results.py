@@ -92,6 +92,7 @@ def test_titles_name_modifiers_and_seed(make_result: Make) -> None:
 
 
 def test_short_names_stay_different() -> None:
+    assert short_names(["slm (train.learning_rate=0.01)"], 20) == ["slm (train.learning…"]
     assert short_names(["task748_glucose_reverse", "agnews"], 8) == ["task748", "agnews"]
     assert short_names(["averylongname1", "averylongname2"], 8) == ["1:aver…", "2:aver…"]
     assert short_names(["qa_first_of_two_tasks", "qa_second_of_two_tasks"], 8) == ["1:qa", "2:qa"]

@@ -14,7 +14,7 @@ from raycl.errors import RunError
 from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.run_results import Published, find_results
 from raycl.operations.report.latex import escaped
-from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, to_csv
+from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, seed_matrices, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
     matrix_table,
@@ -269,3 +269,18 @@ def test_runs_whose_tasks_come_in_another_order_have_matrices_of_their_own(make_
 
 def test_latex_prints_names_as_they_are() -> None:
     assert escaped(r"50 % of a_b & {c} ± 1 \ …") == r"50 \% of a\_b \& \{c\} $\pm$ 1 \textbackslash{} \ldots{}"
+
+
+def test_trials_of_a_sweep_are_told_apart_by_what_was_searched(make_result: Make) -> None:
+    """Each publishes onto a branch of its own, which changes nothing that is learned: seeds are one line."""
+    results = [make_result("slm", seed=seed) for seed in (0, 1, 0)]
+    for number, (result, rate) in enumerate(zip(results, (0.01, 0.01, 0.1), strict=True)):
+        result["config"] |= {"train": {"learning_rate": rate}, "bank": {"branch": f"sweeps/tune/{number:04d}"}}
+    assert [(line.settings, line.runs) for line in compare(results)] == [
+        ("train.learning_rate=0.01", 2),
+        ("train.learning_rate=0.1", 1),
+    ]
+    several, single = seed_matrices(results)
+    assert several.title == "slm (train.learning_rate=0.01) on long-a, mini-t5, seeds 0, 1"
+    assert single.title == "slm (train.learning_rate=0.1) on long-a, mini-t5, seed 0"
+    assert single.title in side_by_side(results)
