@@ -78,8 +78,10 @@ sbom: venv  ## a software bill of materials of what is installed, in CycloneDX's
 	@mkdir -p $(dir $(SBOM))
 	@sed "s/^dynamic = .*/version = \"$(VERSION)\"/" \
 		pyproject.toml >$(SBOM).toml
-	@$(BIN)/python -m cyclonedx_py environment --pyproject $(SBOM).toml --output-reproducible $(SBOM_FLAGS) -o $(SBOM)
-	@rm $(SBOM).toml
+	@$(PYTHON) -m venv dist/sbom
+	@dist/sbom/bin/python -m pip install -q --disable-pip-version-check cyclonedx-bom
+	@dist/sbom/bin/python -m cyclonedx_py environment --pyproject $(SBOM).toml --output-reproducible -o $(SBOM) $(BIN)/python
+	@rm -r $(SBOM).toml dist/sbom
 
 dist:  ## build dist/*.tar.gz and *.whl, check them, and train with each in an empty environment (ten minutes, 3 GB)
 	@rm -rf dist/tools dist/raycl-*

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
+import importlib.util
 import re
 import subprocess
-import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -69,20 +66,9 @@ def test_the_table_of_licenses_has_what_is_pinned() -> None:
     assert named == ["chardet"], "NOTICE says which of them names a GPL"
 
 
-def test_the_bill_of_materials_has_what_is_installed(tmp_path: Path) -> None:
-    """Validating it takes 16 of 17 seconds, so only `make sbom` itself does that."""
-    words = ["sbom", f"SBOM={tmp_path}/sbom.json", "SBOM_FLAGS=--no-validate", f"BIN={Path(sys.executable).parent}"]
-    subprocess.run(["make", "-s", "-o", "venv", *words], cwd=REPO, check=True, capture_output=True)
-    bill = json.loads((tmp_path / "sbom.json").read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["sbom.json"]
-    root = bill["metadata"]["component"]
-    assert (bill["bomFormat"], root["name"], root["version"]) == ("CycloneDX", "raycl", raycl.__version__)
-    listed = {canonicalize_name(item["name"]): item["version"] for item in bill["components"]}
-    folders = [sysconfig.get_path("purelib")]  # what setuptools carries is on sys.path once something imported it
-    installed = {canonicalize_name(item.name): item.version for item in importlib.metadata.distributions(path=folders)}
-    assert listed == {name: version for name, version in installed.items() if name != "raycl"}
-    requires = {item["ref"]: item["dependsOn"] for item in bill["dependencies"] if "dependsOn" in item}
-    assert f"ray=={installed['ray']}" in requires[root["bom-ref"]]
+def test_no_package_slows_down_each_process_of_ray() -> None:
+    """`import ray` imports jsonschema, which makes 38 parsers where this one is installed: 1.7 s in place of 0.4."""
+    assert importlib.util.find_spec("rfc3987_syntax") is None, "find what brings it, and install that elsewhere"
 
 
 def test_compat_installs_the_lower_bounds_and_the_newest() -> None:
