@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
     parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows, or runs of them: slm-s1")
     add_allow_env(parser)
     parser.add_argument("--status", action="store_true", help="state of each run, and stop")
     parser.add_argument("--against", metavar="RUN", help="the row that verdicts compare with (default: the highest AP)")
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         width = max(map(len, states_by_name))
         show(options, "\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()), states_by_name)
         return 0
-    rows = options.only or list(comparison.runs)
+    chosen = {*options.only, *(name.rpartition("-s")[0] for name in options.only)}
+    rows = [row for row in comparison.runs if not chosen or row in chosen]
     if options.against and options.against not in rows:
         raise ConfigError(f"--against is '{options.against}', which is no row of this run: expected {', '.join(rows)}")
     outcome = run_comparison(comparison, options.dir, tuple(options.only))

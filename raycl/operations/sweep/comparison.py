@@ -158,11 +158,11 @@ def _ignored(comparison: ComparisonConfig) -> dict[str, str]:
 
 
 def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> ComparisonOutcome:
-    """Run every row (or those named in `only`) for every seed on one cluster; a failed run does not stop the others.
+    """Run every row for every seed on one cluster, or the rows and runs in `only`; a failed run does not stop others.
 
     Raises:
-        ConfigError: `only` names no row, or lacks one that another needs; or any row's config is wrong; all are checked
-            before the first one starts.
+        ConfigError: `only` names no row or run, or lacks one that another needs; or any row's config is wrong; all are
+            checked before the first one starts.
     """
     planned = _planned(comparison, directory, only)
     if not planned:
@@ -185,7 +185,7 @@ def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] =
     """Run -> its state in a sentence, from its files alone; nothing is started.
 
     Raises:
-        ConfigError: `only` names no row.
+        ConfigError: `only` names no row, and no run of one.
     """
     folder = Storage.at(directory).sub(comparison.name)
     return {name: _state(folder.sub(name)) for name in _planned(comparison, directory, only)}
@@ -199,13 +199,16 @@ def _state(run: Storage) -> str:
 
 
 def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
-    unknown = [name for name in only if name not in comparison.runs]
+    planned = plan(comparison, directory)
+    unknown = [name for name in only if name not in comparison.runs and name not in planned]
     if unknown:
         raise ConfigError(
-            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of {', '.join(comparison.runs)}"
+            f"the comparison has no row {', '.join(map(repr, unknown))}: expected some of "
+            f"{', '.join(comparison.runs)}, or runs of them as {next(iter(planned))}"
         )
-    planned = plan(comparison, directory)
-    return {name: config for name, config in planned.items() if not only or name.rsplit("-s", 1)[0] in only}
+    return {
+        name: config for name, config in planned.items() if not only or {name, name.rpartition("-s")[0]} & set(only)
+    }
 
 
 def _check_singles(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], folder: Storage) -> None:
