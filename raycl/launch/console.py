@@ -97,7 +97,13 @@ class Bars(logging.Handler):
         super().__init__()
         self._console = Console(stderr=True, highlight=False)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+        self._progress = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            redirect_stdout=False,  # results are no lines above a bar: they stay on standard output
+        )
         self._ids: dict[str, TaskID] = {}
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -441,7 +441,9 @@ def nearest_to_centroids(x_NC: Tensor, count: int, seed: int) -> Indices:
         means_KC = sums_KC / size_K.clamp(min=1).unsqueeze(1)
         centroids_KC = torch.where((size_K > 0).unsqueeze(1), means_KC, centroids_KC)
     cluster_N, distance_N = _nearest(x_NC, centroids_KC)
-    nearness_N = (distance_N / distance_N.max().clamp(min=torch.finfo(distance_N.dtype).tiny)).round(decimals=4)
+    farthest_K = torch.zeros(len(centroids_KC), dtype=distance_N.dtype, device=distance_N.device)
+    farthest_K = farthest_K.scatter_reduce(0, cluster_N, distance_N, "amax").clamp(min=torch.finfo(x_NC.dtype).tiny)
+    nearness_N = (distance_N / farthest_K[cluster_N]).round(decimals=4)
     order = torch.argsort(nearness_N, stable=True)  # rounded: both rows of a cluster of two are as near to their mean
     chosen: dict[int, int] = {}
     for row in order.tolist():

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import shlex
 import signal
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import ray
 
 from raycl.bank import Bank
 from raycl.bank.activations import Activation, Activations
-from raycl.bank.branches import Move, resolve
+from raycl.bank.branches import Move, line_of, resolve
 from raycl.bank.integrity import IntegrityCheck
 from raycl.config import Tree
 from raycl.errors import BankError, LaunchError, StorageError
@@ -108,11 +109,13 @@ class News:
         """Log that a rejected snapshot is still the head of its branch, and the command that changes it."""
         if move is None or move.snapshot is None or decision.provenance.get("rejected") != move.snapshot:
             return
-        bank, branch = self._activations.bank.storage.address, self._activations.branch.name
+        bank, branch = self._activations.bank, self._activations.branch.name
+        if decision.snapshot not in line_of(bank, branch):
+            return
         log.info(
             "branch '%s' still points at snapshot %d, so the next task would be learned from it; to take it back: "
             "raycl bank rollback %s --branch %s --to %d",
-            *(branch, move.snapshot, bank, branch, decision.snapshot),
+            *(branch, move.snapshot, shlex.quote(bank.storage.address), branch, decision.snapshot),
         )
 
 

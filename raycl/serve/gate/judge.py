@@ -70,7 +70,7 @@ class GateResult:
         notes += [f"{task}: {new} alone, since the {old} are gone" for task in self.gone]
         if self.general is not None:
             notes.append(f"general ability {self.general[0]:.1f}, then {self.general[1]:.1f}")
-        most = max(drops.values(), default=0.0)
+        most = round(max(drops.values(), default=0.0), 1)
         falls = f" by more than {most:.1f} points, allowed are {self.max_drop:g}" if most > 0 else ""
         return f"no task falls{falls}" + (f" ({'; '.join(notes)})" if notes else "")
 

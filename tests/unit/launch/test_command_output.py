@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_terminal_shows_a_bar_and_a_warning_in_colour(monkeypatch: pytest.Monk
     shown = terminal.getvalue()
     assert "reading adapters" in shown and "0/4" in shown and "a line" in shown
     assert "\x1b[33ma [warning]\x1b[0m" in shown
+
+
+def test_what_is_printed_under_a_bar_stays_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, log: logging.Logger
+) -> None:
+    """A bar that ended while standard output was redirected sent all that followed to standard error."""
+    terminal, output = on_terminal(monkeypatch), io.StringIO()
+    monkeypatch.setattr("sys.stdout", output)
+    report("trials", 0, 1)
+    with redirect_stdout(io.StringIO()):
+        report("trials", 1, 1)
+    print("the table")
+    assert output.getvalue() == "the table\n" and "the table" not in terminal.getvalue()
 
 
 def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:

@@ -186,6 +186,8 @@ def test_the_rows_nearest_to_centroids() -> None:
         assert nearest_to_centroids(x, 9, seed).tolist() == list(range(7))
     apart = torch.tensor([[float(10 * (row // 3)), float(row % 3)] for row in range(6)])
     assert nearest_to_centroids(apart, 2, 0).tolist() == [1, 4]
+    far = torch.tensor([[1e6, 0.0], [1e6, 3e5]])  # whose distances hide no differences of others
+    assert nearest_to_centroids(torch.cat([apart, far]), 3, 0).tolist() == [1, 4, 6]
 
 
 def test_of_two_rows_as_near_to_their_centroid_the_first_is_kept_on_every_device() -> None:

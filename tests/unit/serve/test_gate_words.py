@@ -23,6 +23,7 @@ from raycl.types import Score
     [
         (80.0, "no task falls"),
         (81.0, "no task falls"),
+        (79.96, "no task falls"),
         (79.5, "no task falls by more than 0.5 points, allowed are 1"),
         (70.0, "colour falls by 10.0 points, allowed are 1"),
     ],
@@ -50,3 +51,20 @@ def test_a_rejection_names_the_way_back(caplog: pytest.LogCaptureFixture, tmp_pa
     decisions.add(first, "it answered before: b is wrong")
     news.log()
     assert caplog.text.count(command) == 1 and "decision 3" in caplog.text
+
+
+def test_no_way_back_is_named_to_a_snapshot_that_the_branch_never_had(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    bank = Bank(Storage.at(tmp_path))
+    others, first = child(bank, "a"), child(bank, "b")
+    Branch(bank).advance(first, "run")
+    decisions = Activations(bank)
+    decisions.add(others, "an operator wanted it")
+    news = News(ServeConfig(bank=str(tmp_path)))
+    second = child(bank, "c", first)
+    Branch(bank).advance(second, "run")
+    caplog.set_level(logging.INFO, logger="raycl")
+    decisions.add(others, "snapshot 3 was rejected: a falls by 9.0 points", rejected=second.number)
+    news.log()
+    assert "snapshot 3 was rejected" in caplog.text and "raycl bank rollback" not in caplog.text
