@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from architecture import APART, LAYERS, README_LINES, RULES, Module, loops
+from architecture import APART, LAYERS, README_LINES, RULES, Module, extras_at_start, loops
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -46,6 +46,11 @@ def test_the_code_keeps_the_rules(modules: list[Module], name: str) -> None:
 
 def test_no_folders_import_one_another_in_a_circle(modules: list[Module]) -> None:
     result = loops(modules)
+    assert not result, "\n" + "\n".join(result)
+
+
+def test_what_pip_install_brings_is_enough_to_start(modules: list[Module]) -> None:
+    result = extras_at_start(modules)
     assert not result, "\n" + "\n".join(result)
 
 
@@ -215,3 +220,10 @@ def test_folders_in_an_order_are_no_circle() -> None:
     assert loops(_package(sources__cache="import os", stream="from raycl.data.sources.cache import A", order="")) == []
     beside = _package(sources__cache="from raycl.data.sources.cache import A", sources__chunks="from . import cache")
     assert loops(beside) == [], "modules of one folder are one group"
+
+
+def test_an_import_of_what_needs_an_extra_is_found() -> None:
+    found = extras_at_start(_package(model="import lm_eval", checks="from raycl.data.model import A"))
+    assert len(found) == 1 and "raycl/data/checks.py:2 imports raycl.data.model.A, which needs the extra" in found[0]
+    for sound in ("def f():\n    from raycl.data import model", "if TYPE_CHECKING:\n    from raycl.data import model"):
+        assert extras_at_start(_package(model="import lm_eval", checks=sound)) == []

@@ -234,7 +234,7 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
         blocks.append(mistakes)
     if check.problem:
         blocks.append(Text(f"error: {check.problem}"))
-    elif not check.mistakes:
+    elif not check.mistakes and not check.cut:
         blocks.append(Text("nothing to warn of"))
     echo(render(Group(*blocks)))
 

@@ -22,7 +22,6 @@ from raycl.types import Task, TextCodec
 
 MOST_MEASURED = 20_000
 """Rows of a split whose tokens are counted, drawn at random from more."""
-MANY_CUT = 0.02
 FEW_TEST_ROWS = 50
 _BATCH = 1024
 
@@ -138,7 +137,7 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     except RayclError as error:
         check.problem = str(error)
     check.cut = list(lines_of_cuts(stream, task))
-    check.mistakes += [*_cut(check), *_few(check)]
+    check.mistakes += _few(check)
     if test is not raws["test"]:
         rows = stream.rows(task, "test")
         check.mistakes.append(Mistake("test rows that are train's", len(rows), "one file", "name other rows for test"))
@@ -200,16 +199,6 @@ def _examples(stream: Stream, task: Task, codec: TextCodec, seed: int, count: in
         answer = codec.shown(target) if target else references[index][0]
         examples.append(Example(row, codec.shown(source), answer, codec.pieces(source), codec.pieces(target)))
     return examples
-
-
-def _cut(check: TaskCheck) -> Iterator[Mistake]:
-    for side, setting in (("sources", "stream.max_source_tokens"), ("targets", "stream.max_target_tokens")):
-        for name, split in check.splits.items():
-            lengths: LengthSummary | None = getattr(split, side)
-            if lengths is not None and lengths.cut > MANY_CUT and name != "dev":
-                which = f"{lengths.cut:.0%} of those measured are longer than {lengths.limit} tokens"
-                mend = f"set {setting} to {lengths.p99} to keep 99 % of them whole"
-                yield Mistake(f"{side} in {name} that are cut", round(lengths.cut * split.rows), which, mend)
 
 
 def _few(check: TaskCheck) -> Iterator[Mistake]:

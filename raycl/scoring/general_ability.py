@@ -12,7 +12,8 @@ import io
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -20,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raycl.backbone import Backbone
 from raycl.errors import ConfigError, DataError, meant
+from raycl.generation.continuous_batch import Activate
 from raycl.metrics.settings import GeneralConfig
-from raycl.types import Score, TextCodec
+from raycl.types import Batch, Mixture, Score, TextCodec
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-
-    from raycl.scoring.harness import RoutedModel
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -62,6 +63,27 @@ IN_POINTS = METRICS.index("rougeL")
 DATA_ERRORS = (OSError, ValueError, KeyError, ImportError)
 """What `datasets` and lm-eval raise where a task's rows cannot be had: no network, no such file, another format, a
 package that the task needs."""
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """A backbone with adapters that a router selects, on one worker.
+
+    Attributes:
+        activate: activates the mixture of a batch; None: the bare backbone.
+        route: mixture of a batch of texts of no known task; it may return None, for the bare backbone.
+        batch_size: texts in a forward pass.
+        reserved: positions that soft prompts take beside a text.
+        share: rank of this worker and number of workers, which share out the requests. gather: collects their results.
+    """
+
+    backbone: Backbone
+    activate: Activate
+    route: Callable[[Batch], Mixture | None]
+    batch_size: int
+    reserved: int = 0
+    share: tuple[int, int] = (0, 1)
+    gather: Callable[[Any], Sequence[Any]] = lambda value: [value]
 
 
 def check_general(settings: GeneralConfig, codec: TextCodec, backbone: str) -> None:

@@ -7,21 +7,20 @@ beside a request in its batch changes neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from raycl.backbone import Backbone
 from raycl.backbone.markup.chat_templates import turns
 from raycl.data.loader import batch_of, padded
 from raycl.errors import ConfigError
 from raycl.generation.answer_batch import AnswerBatch, Prompts
 from raycl.generation.batch_answers import answers_continuously, predict
-from raycl.generation.continuous_batch import Activate
+from raycl.scoring.general_ability import RoutedModel
 from raycl.types import IGNORE, Batch, Mixture
 
 if TYPE_CHECKING:
@@ -35,27 +34,6 @@ NEW_TOKENS = 256
 
 LONGEST = 2048
 """Tokens of a text where the model has no limit of its own: likewise."""
-
-
-@dataclass(frozen=True)
-class RoutedModel:
-    """A backbone with adapters that a router selects, on one worker.
-
-    Attributes:
-        activate: activates the mixture of a batch; None: the bare backbone.
-        route: mixture of a batch of texts of no known task; it may return None, for the bare backbone.
-        batch_size: texts in a forward pass.
-        reserved: positions that soft prompts take beside a text.
-        share: rank of this worker and number of workers, which share out the requests. gather: collects their results.
-    """
-
-    backbone: Backbone
-    activate: Activate
-    route: Callable[[Batch], Mixture | None]
-    batch_size: int
-    reserved: int = 0
-    share: tuple[int, int] = (0, 1)
-    gather: Callable[[Any], Sequence[Any]] = lambda value: [value]
 
 
 class HarnessModel(TemplateLM):

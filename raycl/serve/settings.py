@@ -255,7 +255,9 @@ class ServeConfig(Section):
     )
     log_prompts: bool = Field(False, description="write inputs into the log")
     access_log: bool = Field(
-        False, description="a line in Serve's log for every request, which costs a tenth of its time"
+        False,
+        description="a line in Serve's log for every request, which costs a tenth of its time; at the start Serve's "
+        "lines are shown too",
     )
     limits: LimitsConfig = LimitsConfig()
     auth: AuthConfig = AuthConfig()

@@ -91,7 +91,10 @@ def test_the_command_ends_with_verdicts_and_a_page(
     assert main([*given, "--against", "sapt"]) == 1 and not (tmp_path / "runs").exists()
     assert "--against is 'sapt', which is no row of this run: expected lora, finetune" in capsys.readouterr().err
     assert main([*given, "--against", "lora", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    warnings = [line for line in output.err.splitlines() if ": test rows with a text that is in train: " in line]
+    assert len(warnings) == len(lab.tasks), "one a task, though four runs read the same rows"
+    shown = json.loads(output.out)
     (verdict,) = shown["verdicts"]
     assert (verdict["second"], verdict["seeds"], verdict["paired_over"]) == ("lora", 2, "seeds and test rows")
     ap = {name: tree["metrics"]["ap"] for name, tree in shown["results"].items()}

@@ -78,6 +78,12 @@ DOORS = {
 }
 """Library -> the only files or folders that import it. No door at all: tensors and JSON are never pickled."""
 
+EXTRAS = (
+    *("bert_score", "bitsandbytes", "boto3", "botocore", "google", "llguidance", "lm_eval", "mlflow", "optuna"),
+    *("rapidfuzz", "sacrebleu", "tensorboard", "tensorboardX", "trackio"),
+)
+"""Libraries that `pip install raycl` does not bring. A module that imports one at its top is imported in functions."""
+
 PRIVATE_AT = {
     "raycl/launch/cluster.py": "ray._private.ray_constants",  # Ray has no public word for: listen on loopback alone
     "raycl/serve/deployment/application.py": "ray.serve.context._get_global_client",  # `serve.status` has no address
@@ -151,10 +157,14 @@ class Module:
         """`config` for raycl/config/trust.py, `bank/operations` for modules there; None for raycl itself and tests."""
         return _unit(_dotted(self.path)) if self.ours else None
 
-    def imports(self) -> Iterator[tuple[int, str]]:
-        """Yield the line and dotted name of everything imported, at any depth, for type checking and by name too."""
+    def imports(self, at_start: bool = False) -> Iterator[tuple[int, str]]:
+        """Yield the line and dotted name of everything imported, at any depth, for type checking and by name too.
+
+        Args:
+            at_start: only what is imported when the module is.
+        """
         package = _dotted(self.path) if self.path.endswith("__init__.py") else _dotted(self.path).rpartition(".")[0]
-        for node in self.nodes:
+        for node in _run_at_start(self.tree) if at_start else self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -163,6 +173,15 @@ class Module:
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
             elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
                 yield from ((node.lineno, text) for text in _strings(node.args[:1]))
+
+
+def _run_at_start(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below that run when the module is imported: none of functions, nor for type checking alone."""
+    for child in ast.iter_child_nodes(node):
+        typing_alone = isinstance(child, ast.If) and _name(child.test) == "TYPE_CHECKING"
+        if not typing_alone and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from _run_at_start(child)
 
 
 def _dotted(path: str) -> str:
@@ -221,6 +240,23 @@ def loops(modules: Sequence[Module]) -> list[str]:
         for here, targets in sorted(imports.items())
         for there, why in sorted(targets.items())
         if here in reached(there)
+    ]
+
+
+def extras_at_start(modules: Sequence[Module]) -> list[str]:
+    """Return imports at the top of a module of one that needs an extra: without it neither can be imported."""
+    needs = {
+        _dotted(module.path): library
+        for module in modules
+        for _, name in module.imports(at_start=True)
+        if module.ours and (library := name.partition(".")[0]) in EXTRAS
+    }
+    return [
+        f"{module.path}:{line} imports {name}, which needs the extra {needs[there]}: import it where it is used"
+        for module in modules
+        for line, name in module.imports(at_start=True)
+        for there in (name, name.rpartition(".")[0])
+        if module.path.startswith("raycl/") and there in needs
     ]
 
 

@@ -37,6 +37,9 @@ BYTES_FROZEN, BYTES_TRAINED = 2, 16
 
 STUDIES = ("methods-long8", "methods-superni6-mini-t5", "methods-superni6-mini-llama")
 
+LABELS_GIVEN = "eval.labels=task"
+"""The override of rows whose texts are answered among the labels of their own task; such rows are named NAME-own."""
+
 CHOSEN_ON_TEST = ("inflora-0.98",)
 """Rows whose settings were chosen by test scores; they recommend nothing."""
 
@@ -123,7 +126,7 @@ def read_study(files: Path, kind: str | None = None) -> Study:
     for row, entry in comparison.runs.items():
         tree = configs.load_tree(None, entry.set)
         searched = entry.singles is not None and row not in CHOSEN_ON_TEST
-        labels_given = tree.get("eval", {}).get("labels") == "task"
+        labels_given = LABELS_GIVEN in entry.set
         seeds = list(recorded.runs.get(row, {}).values())
         if seeds and (searched or labels_given):
             measured.append(_measured(row, entry.set, tree, seeds, labels_given))
@@ -248,6 +251,8 @@ class Advice:
             table.add_row(row.name, str(row.seeds), *scores, *cost, keeps(row))
         lines = [f"{self.best[0].name}: {_reason(self)}", *self.notes]
         lines += [f"left out, since they {why}: {', '.join(names)}" for why, names in self.left_out.items()]
+        if any(LABELS_GIVEN in row.settings for row in study.measured):
+            lines.append(f"rows named -own choose among the labels of the text's own task ({LABELS_GIVEN})")
         commands = "\n".join(f"  {command(row, case)}" for row in self.best)
         listed = "\n".join(f"- {line}" for line in lines)
         return render(Group(Text(head), table, Text(listed), Text(f"\nto train it, and the others:\n{commands}")))
@@ -303,8 +308,11 @@ def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
         names = ", ".join(f"{row.name} ({points(row.ap)}{_could_tell(verdict)})" for row, verdict in several)
         fastest = min([best, *(row for row, _ in several)], key=lambda row: row.numbers["wall_s"].mean)
         notes.append(
-            f"the figures cannot tell {best.name} from {names}: p by Holm is not below {LEVEL:g}; of these "
-            f"{fastest.name} took the shortest time"
+            f"the figures cannot tell {best.name} from {names}; of these {fastest.name} took the shortest time"
+        )
+        notes.append(
+            "'cannot tell': between methods that are equally good, chance makes so large a difference with a "
+            f"probability p of {LEVEL:g} or more (p by Holm: corrected for comparing several methods at once)"
         )
     if single := [row.name for row, _ in equal if row.seeds == 1]:
         rest = f" and {len(single) - SHOWN} more" if len(single) > SHOWN else ""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
-from raycl.training.setup.checks import check_singles
+from raycl.training.setup.checks import check_singles, data_log
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.stopping import HostStop, StopOnSignal, left_at_once, stopped_by
 
@@ -170,15 +170,35 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     _check_singles(comparison, planned, Storage.at(directory).sub(comparison.name))
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
-    if all(config.launch.mode == "local" for config in planned.values()):  # one after another, in this process
-        outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
-    else:
-        outcome = _on_ray(comparison, planned, directory)
+    with _data_lines_once():
+        if all(config.launch.mode == "local" for config in planned.values()):  # one after another, in this process
+            outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
+        else:
+            outcome = _on_ray(comparison, planned, directory)
     folder = Storage.at(directory).sub(comparison.name)
     shown = {name: tree | {FOLDER: folder.sub(name).address} for name, tree in outcome.results.items()}
     if comparison.published is not None:
         shown = {name: comparison.published.beside(tree) for name, tree in shown.items()}
     return ComparisonOutcome(shown, outcome.failed)
+
+
+@contextmanager
+def _data_lines_once() -> Iterator[None]:
+    """Log a line about data for the first run that it is about, and not for each other run of the same data."""
+    logged = set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        line = record.getMessage()
+        if line in logged:
+            return False
+        logged.add(line)
+        return True
+
+    data_log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        data_log.removeFilter(is_new)
 
 
 def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] = ()) -> dict[str, str]:

@@ -73,6 +73,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
     Attributes:
         over: number of trials that have ended. running: numbers of those that have not, of the ones that Tune has.
+        stop: a trial that ends after a request there has not learned all of its tasks, and is not over.
     """
 
     def __init__(self, folder: SweepFolder, rule: Any, tasks: int, total: int, over: int) -> None:
@@ -85,6 +86,7 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
         super().__init__()
         self.folder, self.rule, self.tasks, self.total, self.over = folder, rule, tasks, total, over
         self.running: set[int] = set()
+        self.stop: HostStop | None = None
 
     def replay(self, number: int, scores: Sequence[float | None]) -> None:
         """Add a trial of an earlier session to the rule, which compares later ones with it."""
@@ -132,6 +134,8 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
 
     def _count(self, trial: Any) -> None:
         self.running.discard(trial.config["number"])
+        if self.stop is not None and self.stop.is_requested:
+            return
         self.over += 1
         report(TRIALS, self.over, self.total, has_lines=True)
 
@@ -288,7 +292,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     stop = HostStop(folder.storage.address, uuid.uuid4().hex[:12])
     work = TrialWork(configs.as_tree(sweep), directory, stop, plan.shared)
     signals = StopOnSignal(folder.storage, stop.driver, _base(sweep).launch.grace_s, has_begun=lambda: True)
-    searcher.stop = stop
+    searcher.stop = scheduler.stop = stop
     report(TRIALS, scheduler.over, plan.total, has_lines=True)
     try:
         with signals, steps_shown(folder, scheduler.running):

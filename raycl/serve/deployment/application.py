@@ -80,6 +80,8 @@ def start(config: ServeConfig, application: object, name: str | None = None, rep
     Raises:
         LaunchError: the cluster, a proxy or a replica did not start, or the name, path or port is taken.
     """
+    if not config.access_log:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this command has lines of its own for what it does
     connect()
     name = name or name_of(config)
     if config.ingress == "direct" and not config.port:

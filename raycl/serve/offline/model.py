@@ -26,7 +26,7 @@ from raycl.generation.requests import AllowedTokens, Event, Failed, Sampling
 from raycl.generation.task_prompts import route_batch
 from raycl.metrics.settings import GeneralConfig
 from raycl.progress import report
-from raycl.scoring.general_ability import check_general, measure
+from raycl.scoring.general_ability import RoutedModel, check_general, measure
 from raycl.scoring.scored_task import ScoredTask
 from raycl.serve.engine.engine_requests import AdapterSelection, EngineRequest, is_last
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot, rule_of
@@ -204,7 +204,6 @@ class OfflineModel:
                 f"the router of snapshot {self.snapshot.number} {problem}, so its general ability cannot be measured"
             )
         check_general(settings, self.codec, self.snapshot.backbone.name)
-        from raycl.scoring.harness import RoutedModel  # imports lm-eval, which is an extra
 
         def route(batch: Batch) -> Mixture | None:
             if is_bare:

@@ -24,8 +24,7 @@ from raycl.generation.requests import AllowedTokens
 from raycl.methods.base import activate
 from raycl.metrics.text_scores import score_texts
 from raycl.progress import counted_off
-from raycl.scoring.general_ability import ability, line_of_ability, measure
-from raycl.scoring.harness import RoutedModel
+from raycl.scoring.general_ability import RoutedModel, ability, line_of_ability, measure
 from raycl.scoring.scored_task import Predictions, ScoredTask, line_of, merge, predict_share
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext

@@ -58,6 +58,9 @@ PER_LABEL, PER_TASK = 5, 20
 
 log: logging.Logger = logging.getLogger(__name__)
 
+data_log: logging.Logger = logging.getLogger(f"{__name__}.data")
+"""Lines about rows, which are equal for runs of the same data."""
+
 
 def check(config: RunConfig) -> Stream:
     """Check everything that can be known before any worker starts; return the stream, read and validated, with its
@@ -107,7 +110,7 @@ def check(config: RunConfig) -> Stream:
         if task.objective == "answer":
             same = taken_for_same(task.labels or ()) if task.metric == "exact_match" else None
             if same:
-                log.info(
+                data_log.info(
                     "task '%s': answers are compared as they are, since '%s' and '%s' are equal without case and "
                     "punctuation",
                     *(task.name, *same),
@@ -185,10 +188,10 @@ def warn_of_mistakes(stream: Stream, newest: int | None = None) -> None:
     """
     for task in (*stream.tasks, *stream.unseen) if newest is None else stream.tasks[-newest:]:
         for mistake in (*mistakes_of(stream, task, MOST_COMPARED), *lines_of_cuts(stream, task)):
-            log.warning("%s: %s", task.name, mistake)
+            data_log.warning("%s: %s", task.name, mistake)
         prompt, answer = stream.config.limits_of(task.name)
         if prompt > USUAL_LENGTHS[0] or answer > USUAL_LENGTHS[1]:
-            log.info("%s: up to %d tokens of a prompt and %d of an answer", task.name, prompt, answer)
+            data_log.info("%s: up to %d tokens of a prompt and %d of an answer", task.name, prompt, answer)
 
 
 def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:

@@ -15,7 +15,8 @@ from tiny import Lab
 
 from raycl.backbone import Backbone, load_backbone, load_codec
 from raycl.errors import ConfigError
-from raycl.scoring.harness import HarnessModel, RoutedModel
+from raycl.scoring.general_ability import RoutedModel
+from raycl.scoring.harness import HarnessModel
 from raycl.types import Batch, Mixture
 
 CONTEXTS = ("the fire is", "red", "a long green sea and the sun over a blue sky is", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -82,3 +83,18 @@ def test_a_proxy_or_controller_that_does_not_answer_is_an_error(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(LaunchError, match=rf"^the endpoint did not start: {said}"):
         application.start(ServeConfig(bank="bank", device="cpu"), None)
+
+
+@pytest.mark.parametrize(("access_log", "level"), [(False, logging.WARNING), (True, logging.INFO)])
+def test_lines_of_serve_are_shown_where_its_log_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, access_log: bool, level: int
+) -> None:
+    def init(**settings: Any) -> None:
+        raise Reached
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "level", logging.INFO)
+    with pytest.raises(Reached):
+        start(ServeConfig(bank="bank", access_log=access_log), None)
+    assert logging.getLogger("ray.serve").level == level

@@ -1,6 +1,7 @@
 """Tables of a sweep: its trials, the best first, means over seeds or orders, and the same as CSV."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from rich.text import Text
@@ -17,14 +18,17 @@ def sweep_table(summary: Tree) -> Page:
     titles = ["trial", *map(last_parts, paths), "tasks", *summary["metric"], "AP", "F.Ra", "s", ""]
     table = grid(titles, left=1 + len(paths), heading=f"{summary['name']}")
     table.columns[0].justify = "right"
+    equal = _equal(summary)
     for row in summary["rows"]:
-        mark = _mark(row, summary)
+        mark = _mark(row, summary, equal)
         cells = [text(row["settings"].get(path)) for path in paths]
         scores = [number(value) for value in row["scores"]] or [""] * len(summary["metric"])
         known = [number(row["numbers"].get(name)) for name in ("ap", "f_ra")]
         learned = f"{row['tasks']}/{summary['tasks']}" + (f" ({row['forked_tasks']})" if row["forked_tasks"] else "")
         table.add_row(str(row["number"] + 1), *cells, learned, *scores, *known, f"{row['train_s']:.0f}", mark)
     note = "tasks: learned/all (of these, learned by another trial); s: training time of the trial's own workers"
+    if equal:
+        note += f"\nequal: all of these score best; best.yaml has trial {summary['best'] + 1}, the first of them"
     return Page(table, Text(note))
 
 
@@ -73,12 +77,23 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _mark(row: Tree, summary: Tree) -> str:
+def _equal(summary: Tree) -> list[int]:
+    """Return the trials that share the best score, or the best mean; none where one has it alone."""
+    if summary["best"] is None or len(summary["metric"]) > 1:
+        return []
+    best = next(group["means"] for group in summary["groups"] if summary["best"] in group["numbers"])
+    groups = [group["numbers"] for group in summary["groups"] if group["means"] == best]
+    return [number for numbers in groups for number in numbers] if len(groups) > 1 else []
+
+
+def _mark(row: Tree, summary: Tree, equal: Collection[int]) -> str:
     if row["state"] != "done":
         return str(row["state"])
-    if len(summary["metric"]) > 1 and row["number"] in summary["front"]:
-        return "front"
-    return "best" if row["number"] == summary["best"] and len(summary["metric"]) == 1 else ""
+    if len(summary["metric"]) > 1:
+        return "front" if row["number"] in summary["front"] else ""
+    if row["number"] in equal:
+        return "equal"
+    return "best" if row["number"] == summary["best"] else ""
 
 
 def _spread(mean: float | None, spread: float | None) -> str:

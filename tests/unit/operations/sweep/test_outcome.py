@@ -124,6 +124,16 @@ def test_a_trial_without_the_metrics_value_has_no_score_and_the_others_are_kept(
     assert write_outcome(outcome, written.directory)
 
 
+def test_trials_that_share_the_best_score_are_marked_as_equal(tmp_path: Path) -> None:
+    written = Written(tmp_path)
+    written.trial(0, at(1e-5, 0), [[50], [40, 50]])
+    for number in (1, 2):
+        written.trial(number, at(1e-2, number), [[80], [60, 80]])
+    shown = str(sweep_table(written.outcome().tree()))
+    assert shown.count("equal\n") == 2 and " best\n" not in shown
+    assert "equal: all of these score best; best.yaml has trial 2, the first of them" in shown
+
+
 def test_less_can_be_better(tmp_path: Path) -> None:
     written = Written(tmp_path, metric="f_ra", mode="min")
     written.trial(0, at(1e-5, 0), [[50], [40, 60]])

@@ -287,6 +287,19 @@ def test_a_stop_decision_is_kept(tmp_path: Path) -> None:
     assert decisions(scheduler, {0: [50.0] * 4, 1: [40.0] * 4}) == {0: 4, 1: 2}
 
 
+def test_a_trial_that_ends_because_the_sweep_is_stopped_is_not_over(tmp_path: Path) -> None:
+    folder = SweepFolder.of(sweep(), str(tmp_path))
+    scheduler = AtTaskEnds(folder, None, 4, 2, 0)
+    scheduler.stop = HostStop(folder.storage.address, "driver")
+    trials: list[Any] = [type("T", (), {"trial_id": str(n), "config": {"number": n}})() for n in range(2)]
+    for trial in trials:
+        scheduler.on_trial_add(None, trial)
+    scheduler.on_trial_complete(None, trials[0], {})
+    request_stop(folder.storage, "driver", "Ctrl-C")
+    scheduler.on_trial_complete(None, trials[1], {})
+    assert (scheduler.over, scheduler.running) == (1, set())
+
+
 def run_config(**sections: Any) -> RunConfig:
     return configs.validate(RunConfig, {"stream": {"tasks": ["topic", "intent"]}, **sections})
 
