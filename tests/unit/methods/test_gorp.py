@@ -231,6 +231,12 @@ def test_a_linear_is_trained_in_full_or_has_an_adapter(lab: Lab) -> None:
         build(lab.config("bert", {"name": "gorp", "full_modules": "attention"}), WORLD)
 
 
+@pytest.mark.parametrize("method", ["agem", "gem", "ogd", "ewc"])
+def test_methods_that_read_gradients_have_another_learner(lab: Lab, method: str) -> None:
+    with pytest.raises(ConfigError, match=f"method.learner is gorp, which projects .* method '{method}' takes them"):
+        build(lab.config("bert", {"name": method, "learner": "gorp"}), WORLD)
+
+
 def test_weight_decay_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"train.weight_decay is 0.1, and method 'gorp' keeps weights"):
         check(lab.config("bert", "gorp", train={"weight_decay": 0.1}))
