@@ -32,6 +32,7 @@ LEARNERS: dict[str, str] = {
     "gainlora": "raycl.methods.lora.gainlora:GainLora",
     "sdlora": "raycl.methods.lora.sdlora:SdLora",
     "slao": "raycl.methods.lora.slao:Slao",
+    "gorp": "raycl.methods.lora.gorp:Gorp",
     "treelora": "raycl.methods.lora.treelora:TreeLora",
     "moelora": "raycl.methods.lora.moelora:MoeLora",
     "adapter": "raycl.methods.single_adapter:SeqAdapter",

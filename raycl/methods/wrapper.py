@@ -117,6 +117,12 @@ class Wrapper(Method):
                 f"'{self.config.name}' has nothing to hold: expected a learner that trains the same parameters in "
                 "every task, for example lora or finetune"
             )
+        reads_gradients = type(self).transform_gradients is not Wrapper.transform_gradients
+        if self.learner.mixes_gradients and (reads_gradients or self.needs_shared == "parameters"):
+            raise ConfigError(
+                f"method.learner is {name}, which projects gradients itself, and method '{self.config.name}' takes "
+                "them for those of parameters: expected a learner that does not, for example lora or finetune"
+            )
 
     def check(self, tasks: Sequence[Task]) -> None:
         self.learner.check(tasks)

@@ -92,7 +92,7 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
     if method.stack is None or method.stack.trainable:
         return activate_trainable(method, examples)
     newest = Bank(done.storage.sub("bank")).newest()
-    weights = {done.context.phases[-1].name: 1.0} if newest is None else weights_of(done, newest)
+    weights = dict.fromkeys(method.stack.states, 1.0) if newest is None else weights_of(done, newest)  # a whole model
     return method.stack.activate(Mixture.same(weights, examples))
 
 

@@ -87,6 +87,7 @@ CASES: dict[str, Case] = {
     "t5-osft": Case("t5", "osft"),
     "t5-forever": Case("t5", {"name": "forever", "warm_up": 1, "share": 0.3}),
     "bert-slao": Case("bert", "slao"),
+    "llama-gorp": Case("llama", "gorp"),
     "bert-ewc": Case("bert", "ewc"),
     "t5-lwf": Case("t5", "lwf"),
     "llama-sdft": Case("llama", "sdft"),
