@@ -229,7 +229,8 @@ def _hint(parts: list[str], owners: list[type[BaseModel]], others: list[type[Bas
     keys = sorted({key for owner in owners for key in owner.model_fields})
     if (len(parts) == 1 and "train" in keys) or parts[:-1] == ["train"]:
         keys += trainer_names.PATHS
-    near = difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
+    is_rank = parts[-1] in trainer_names.RANKS and "r" in keys
+    near = ["r"] if is_rank else difflib.get_close_matches(parts[-1], keys, n=1, cutoff=0.5)
     if near:
         return f": did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
     node = ".".join(parts[:-1])

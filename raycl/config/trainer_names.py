@@ -29,6 +29,9 @@ PATHS = {name: f"train.{name}" for name in (*SAME, "group_by_length")} | {
 }
 """Name -> dotted path of the setting."""
 
+RANKS = ("rank", "lora_rank")
+"""Names of other trainers for PEFT's `r`, which spelling does not lead to; a hint alone."""
+
 VALUES: dict[str, dict[Any, Any]] = {
     "bf16": {True: "bfloat16", False: "float32"},
     "train_sampling_strategy": {"group_by_length": True, "random": False},

@@ -127,7 +127,8 @@ def lines_of_cuts(stream: Stream, task: Task) -> Iterator[str]:
                 if cut["limit"] < room:
                     advice = f"to keep more of them set {settings[side]}.{task.name}={room}, or {advice}"
             mean = counted(round(cut["tokens"] / cut["rows"]), "token")
+            be = "is" if cut["rows"] == 1 else "are"
             yield (
-                f"{cut['rows']:,} of {counted(cut['of'], name)} of {split} are cut to {cut['limit']} tokens: {lost}, "
+                f"{cut['rows']:,} of {counted(cut['of'], name)} of {split} {be} cut to {cut['limit']} tokens: {lost}, "
                 f"{mean} on average and {cut['most']:,} at most; {advice}"
             )

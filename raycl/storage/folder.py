@@ -27,6 +27,9 @@ T = TypeVar("T")
 _OF_URIS = "%:/?#[]@!$&'()*+,;=~"
 """Signs of a URI that are not encoded; pyarrow accepts no others except ASCII letters and digits."""
 
+GCS_RETRIES_S = 10
+"""Seconds for which pyarrow repeats a request to Google's store; its default of 15 minutes says nothing meanwhile."""
+
 _READ_ATTEMPTS = 10
 """Attempts to read an object that is continually replaced before `read` gives up."""
 
@@ -77,8 +80,11 @@ class Storage:
         text = quote(text, safe=_OF_URIS, errors="replace")
         if any(urlsplit(part).password for part in (text, _endpoint(text) or "")):
             raise StorageError("the URI holds a secret, which would end up in logs: give it by AWS_* variables instead")
+        opened = text
+        if text.startswith(("gs:", "gcs:")) and "retry_limit_seconds=" not in text:
+            opened += f"{'&' if '?' in text else '?'}retry_limit_seconds={GCS_RETRIES_S}"
         try:
-            filesystem, root = pafs.FileSystem.from_uri(text)
+            filesystem, root = pafs.FileSystem.from_uri(opened)
         except (ArrowException, OSError, ValueError) as error:
             raise StorageError(
                 f"cannot open '{text}': {error}; expected a path or an s3://, gs:// or hdfs:// URI"

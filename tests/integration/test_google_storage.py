@@ -1,16 +1,19 @@
-"""Creation on Google Cloud Storage: of several racing writers exactly one wins."""
+"""Google Cloud Storage: of several racing writers exactly one wins; one that does not answer is an error soon."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import unquote
 
-from raycl.errors import AlreadyExistsError
-from raycl.storage import Storage
+import pytest
+
+from raycl.errors import AlreadyExistsError, StorageError
+from raycl.storage import Storage, folder
 
 
 class _Generations(BaseHTTPRequestHandler):
@@ -62,3 +65,12 @@ def test_creation_on_google_cloud_storage_is_by_generation() -> None:
         server.shutdown()
     assert sum(won) == 1
     assert _Generations.held["x/commit"]["data"] == f"{won.index(True)}"
+
+
+def test_a_store_that_does_not_answer_is_an_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "GCS_RETRIES_S", 1)
+    store = Storage.at("gs://anonymous@bucket/x?scheme=http&endpoint_override=127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="cannot reach 'gs://"):
+        store.exists("run")
+    assert time.monotonic() - began < 30

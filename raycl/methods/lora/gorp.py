@@ -13,7 +13,7 @@ for LLMs", ACL 2025, arXiv:2507.02503). The definition here is that of the autho
 Hoilap/AS-LoRA: src/Proj_torch and src/uie_trainer_lora.py at 8ce2e71, the settings in scripts at 6eec1c2 and in
 scripts_llama at 28a4fec. Rank 8, alpha 32, a projection of rank 8 and an energy of 0.9 are theirs. For T5 they train
 queries and values of self-attention by LoRA at a rate of 1e-3, and those of cross-attention in full at 1e-5, with a new
-projection every 10 steps (`target_modules=['SelfAttention\\.[qv]'] full_modules=['EncDecAttention\\.[qv]']
+projection every 10 steps (`target_modules=['SelfAttention\\.(q|v)'] full_modules=['EncDecAttention\\.(q|v)']
 full_scale=0.01`); for LLaMA-2 the gates of feed-forward blocks in full at 1e-6, times 0.25, beside 2e-4, every 20 steps
 (`full_modules=['mlp\\.gate_proj'] full_scale=0.00125 projection_steps=20`). Their dropout of 0.1 is an option here and
 off, as for IncLoRA.

@@ -49,5 +49,5 @@ def test_positions_and_ceilings_end_lengths_and_cuts_are_said(write_task: WriteT
         assert cut["limit"] == most[0] and cut["rows"] and cut["room"] == (None if endless else most[0])
         line = next(lines_of_cuts(stream, task))
         advice = "max_source_tokens_by_task.agnews=" if endless else "choose a backbone with more positions"
-        assert f"are cut to {most[0]} tokens: their inputs lose the end" in line and advice in line
+        assert f" cut to {most[0]} tokens: their inputs lose the end" in line and advice in line
         assert " 1 tokens" not in line and " on average and " in line

@@ -29,6 +29,7 @@ def test_every_name_finds_its_class_and_its_config_carries_the_name(name: str) -
             f"config key 'method' names 'xyzzy': expected one of {len(METHODS)}, of which demix, replay, ",
         ),
         (["method=lora", "method.alpha=8"], "unknown config key 'method.alpha': did you mean 'method.lora_alpha'?"),
+        (["method=lora", "method.rank=4"], "unknown config key 'method.rank': did you mean 'method.r'?"),
         (["method.targets=x"], "unknown config key 'method.targets': did you mean 'method.target_modules'?"),
         (["method=lora", "method.r=0"], "config key 'method.r' is 0: input should be greater than or equal to 1"),
         (["method=finetune", "method.r=8"], "unknown config key 'method.r': it belongs to method="),
