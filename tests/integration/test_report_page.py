@@ -69,6 +69,8 @@ def test_pictures_have_their_numbers_as_tables(written: Path, browser: Browser, 
     assert any(row.split()[2:] == last for row in rows)
     answers = page.locator("#sample-answers table").first.locator("tbody tr").count()
     assert answers == 3 * len(METHODS), "three texts, answered by each method"
+    wider = page.locator("figure").evaluate_all("all => all.filter(one => one.scrollWidth > one.clientWidth).length")
+    assert wider == 0, "where there is room no picture is cut"
     inks = page.locator("#routing svg text").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
     assert set(inks) == {"rgb(230, 228, 222)", "rgb(154, 162, 165)"}, "black and grey words are light on a dark page"
     page.context.close()

@@ -50,10 +50,13 @@ SHAPE, MOST_STRETCHED = 1.4, 2.0
 """Width over height that panels are arranged for, and how many times a side may be the other, in every picture."""
 
 
-def matrix_figure(results: Sequence[Tree]) -> Figure:
+def matrix_figure(results: Sequence[Tree], widest: float = math.inf) -> Figure:
     """Return a matrix for each setting, one colour scale from 0 to 100.
 
     Runs that differ in their seeds alone have one: means, with the standard deviation below them.
+
+    Args:
+        widest: see `arranged`.
 
     Raises:
         RunError: no results, or more than `MOST_PANELS` settings.
@@ -66,7 +69,7 @@ def matrix_figure(results: Sequence[Tree]) -> Figure:
         (MARGIN + max(width, len(matrix.title) * 0.08), MATRIX_ABOVE + height + MATRIX_BELOW)
         for matrix, (width, height) in zip(matrices, sizes, strict=True)
     ]
-    figure, corners = arranged(rooms, 1.0)
+    figure, corners = arranged(rooms, 1.0, widest)
     for matrix, (left, top), (width, height) in zip(matrices, corners, sizes, strict=True):
         axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
         draw_cells(axes, means_of(matrix.cells), matrix.tasks, matrix.phases, _deviations(matrix))
@@ -89,13 +92,16 @@ def _deviations(matrix: SeedMatrix) -> NDArray[np.float64]:
     return np.array([[getattr(cell, "std", None) for cell in row] for row in matrix.cells], dtype=float)
 
 
-def arranged(rooms: Sequence[tuple[float, float]], right: float = 0.0) -> tuple[Figure, list[tuple[float, float]]]:
+def arranged(
+    rooms: Sequence[tuple[float, float]], right: float = 0.0, widest: float = math.inf
+) -> tuple[Figure, list[tuple[float, float]]]:
     """Return a page for panels in rows from left to right, and the left and top of each panel.
 
     There are as many panels in a row as make the page's shape nearest to `SHAPE`.
 
     Args:
-        rooms: width and height of each panel. right: further width of the page. All in inches.
+        rooms: width and height of each panel. right: further width of the page. widest: width that the page has at
+            most, where one panel leaves the choice. All in inches.
     """
 
     def page(columns: int) -> tuple[float, float, list[tuple[float, float]]]:
@@ -110,7 +116,8 @@ def arranged(rooms: Sequence[tuple[float, float]], right: float = 0.0) -> tuple[
         return width, sum(heights), corners
 
     pages = [page(columns) for columns in range(1, len(rooms) + 1)]
-    width, height, corners = min(pages, key=lambda sized: _distance(*sized[:2]))
+    fitting = [sized for sized in pages if sized[0] <= widest] or pages[:1]
+    width, height, corners = min(fitting, key=lambda sized: _distance(*sized[:2]))
     return new_figure(width, height), corners
 
 

@@ -26,6 +26,9 @@ from raycl.operations.report.router_plots import MARKERS
 from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, labels
 from raycl.operations.report.verdicts import Verdict
 
+PANEL_WIDTH = 11.7
+"""Inches inside a panel of the page where it is widest, at 96 pixels an inch."""
+
 WIDTH, LEFT, ROW = 3.0, 2.6, 0.3
 """Inches of a panel's axes, of the names on its left, and of a method's line."""
 PANEL, COLUMNS = 2.7, 3
@@ -174,7 +177,7 @@ def overlap_figure(results: Sequence[Tree]) -> Figure:
         (MARGIN + max(width, 0.08 * len(title)), MATRIX_ABOVE + height + MATRIX_BELOW)
         for (width, height), title in zip(sides, titles, strict=True)
     ]
-    figure, corners = arranged(rooms)
+    figure, corners = arranged(rooms, widest=PANEL_WIDTH)
     for run, title, (left, top), (width, height) in zip(kept, titles, corners, sides, strict=True):
         axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
         draw_cells(axes, np.array(run.overlap()), run.tasks, run.tasks)

@@ -11,6 +11,7 @@ from raycl.config import Tree, flatten
 from raycl.metrics.run_results import FOLDER, answered_rows, short_names, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
+    PANEL_WIDTH,
     curves_figure,
     epochs_figure,
     general_figure,
@@ -124,7 +125,7 @@ def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
     ]
     results = [result for matrix in shown for result in matrix.results]
     lead = [f"The {len(shown)} settings with the highest AP are drawn."] if len(shown) < len(matrices) else []
-    return PageSection("Accuracy matrices", matrix_figure(results), lead, numbers=tables)
+    return PageSection("Accuracy matrices", matrix_figure(results, PANEL_WIDTH), lead, numbers=tables)
 
 
 def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:

@@ -78,6 +78,15 @@ def test_panels_are_arranged_in_rows_of_a_readable_shape(tasks: int) -> None:
         assert right + wide < width and below + high <= height + 0.01
 
 
+def test_panels_are_arranged_in_a_given_width() -> None:
+    for runs in (1, 5, 40):
+        figure, corners = plots.arranged([(3.5, 3.0)] * runs, 1.0, 11.7)
+        assert figure.get_figwidth() <= 11.7 and len(set(corners)) == runs
+    assert plots.arranged([(20.0, 3.0)] * 2, 1.0, 11.7)[0].get_figwidth() == 21.0, (
+        "one panel that is wider stands alone"
+    )
+
+
 @pytest.mark.parametrize(("size", "shape"), [((12, 1), 2.0), ((1, 12), 0.5), ((3, 2), 1.5)])
 def test_a_picture_that_one_panel_stretches_has_margins(
     size: tuple[float, float], shape: float, tmp_path: Path
