@@ -15,6 +15,7 @@ import run_tables
 import yaml
 
 from raycl.errors import RunError
+from raycl.methods.registry import METHODS, MODIFIERS
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
@@ -104,6 +105,11 @@ def test_tables_of_results_have_heads_and_one_figure_in_a_cell(page: str) -> Non
     text = (REPO / page).read_text()
     assert re.findall(r"^\|.*\| ?\|.*\n\|-|^\| ?\|.*\n\|-", text, re.MULTILINE) == [], "a column has no head"
     assert re.findall(r"\d (?:x )?/ [\d-]", text) == [], "figures stand in a list with slashes: give each a column"
+
+
+def test_the_readme_counts_the_methods() -> None:
+    others = len(METHODS) + len(MODIFIERS) - len(("slm", "sapt", "migu"))
+    assert f"SLM, SAPT, MIGU and {others} others behind one command line" in (REPO / "README.md").read_text()
 
 
 def test_every_table_of_runs_stands_in_a_page_and_a_wrong_name_fails() -> None:
