@@ -19,6 +19,7 @@ from raycl.backbone.encoder import LabelHead
 from raycl.bank import Bank, Snapshot
 from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import activate_trainable, trained_names
+from raycl.methods.lora.inclora import IncLora
 from raycl.methods.per_task_adapter import PerTaskAdapter
 from raycl.methods.registry import METHODS, WRAPPERS, method_class
 from raycl.operations.banks.exchange import card_metadata, export_merged, export_peft, mixed
@@ -92,7 +93,8 @@ def activate(done: Done, examples: int) -> AbstractContextManager[None]:
     if method.stack is None or method.stack.trainable:
         return activate_trainable(method, examples)
     newest = Bank(done.storage.sub("bank")).newest()
-    weights = dict.fromkeys(method.stack.states, 1.0) if newest is None else weights_of(done, newest)  # a whole model
+    whole = dict.fromkeys(method.stack.states if isinstance(method, IncLora) else [done.context.phases[-1].name], 1.0)
+    weights = whole if newest is None else weights_of(done, newest)
     return method.stack.activate(Mixture.same(weights, examples))
 
 
