@@ -5,6 +5,7 @@ One model learns tasks that arrive one after another; accuracy and forgetting ar
 `import raycl` stays instant on every worker.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Model", "Prediction", "Run", "__version__", "load", "task", "train"]
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+"""Threads of GNU's OpenMP that wait sleep early. By its own default they keep their CPUs busy for a while, so that a
+run on two CPUs took seven times as long beside two busy processes. torch's import reads it."""
 
 
 def __getattr__(name: str) -> Any:
