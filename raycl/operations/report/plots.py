@@ -97,27 +97,26 @@ def arranged(
 ) -> tuple[Figure, list[tuple[float, float]]]:
     """Return a page for panels in rows from left to right, and the left and top of each panel.
 
-    There are as many panels in a row as make the page's shape nearest to `SHAPE`.
+    Rows are as long as makes the page's shape nearest to `SHAPE`.
 
     Args:
         rooms: width and height of each panel. right: further width of the page. widest: width that the page has at
             most, where one panel leaves the choice. All in inches.
     """
 
-    def page(columns: int) -> tuple[float, float, list[tuple[float, float]]]:
-        bands = [rooms[start : start + columns] for start in range(0, len(rooms), columns)]
-        heights = [max(height for _, height in band) for band in bands]
-        width = max(sum(wide for wide, _ in band) for band in bands) + right
-        corners = [
-            (sum(wide for wide, _ in band[:place]), sum(heights[:row]))
-            for row, band in enumerate(bands)
-            for place in range(len(band))
-        ]
-        return width, sum(heights), corners
+    def page(limit: float) -> tuple[float, float, list[tuple[float, float]]]:
+        corners, bands, left = [], [0.0], 0.0
+        for wide, height in rooms:
+            if left and left + wide + right > limit:
+                bands.append(0.0)
+                left = 0.0
+            corners.append((left, sum(bands[:-1])))
+            left, bands[-1] = left + wide, max(bands[-1], height)
+        width = max(left + wide for (left, _), (wide, _) in zip(corners, rooms, strict=True)) + right
+        return width, sum(bands), corners
 
-    pages = [page(columns) for columns in range(1, len(rooms) + 1)]
-    fitting = [sized for sized in pages if sized[0] <= widest] or pages[:1]
-    width, height, corners = min(fitting, key=lambda sized: _distance(*sized[:2]))
+    limits = {min(widest, sum(wide for wide, _ in rooms[:count]) + right) for count in range(1, len(rooms) + 1)}
+    width, height, corners = min(map(page, sorted(limits)), key=lambda sized: _distance(*sized[:2]))
     return new_figure(width, height), corners
 
 

@@ -2,13 +2,13 @@
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 from rich.text import Text
 
 from raycl.config import Tree, flatten
-from raycl.metrics.run_results import FOLDER, answered_rows, short_names, tasks_of, title_of
+from raycl.metrics.run_results import FOLDER, answered_rows, backbone_of, short_names, stream_of, tasks_of, title_of
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     PANEL_WIDTH,
@@ -72,8 +72,22 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
     Raises:
         RunError: no method has this name.
     """
-    matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
     verdicts = [_verdicts(results, against, measure) for measure in ("ap", "f_ra")]
+    benches: dict[str, list[Tree]] = {}
+    for result in results:
+        benches.setdefault(f"{stream_of(result)}, {backbone_of(result)}", []).append(result)
+    if len(benches) < 2:
+        return [*_of_one_bench(results, verdicts), _origin(results)]
+    made = []
+    for bench, some in benches.items():
+        theirs = [[verdict for verdict in each if verdict.where == bench] for each in verdicts]
+        made += [replace(part, title=f"{part.title}: {bench}") for part in _of_one_bench(some, theirs)]
+    return [*made, _origin(results)]
+
+
+def _of_one_bench(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]) -> list[PageSection]:
+    """Return the sections of runs on one stream with one backbone; methods on different ones are not compared."""
+    matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
     lines = compare(results)
     made = [
         comparison_section(lines),
@@ -89,7 +103,6 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
         _overlap(results),
         cost_section(lines),
         _answers(matrices),
-        _origin(results),
     ]
     return [section for section in made if section is not None]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
@@ -90,3 +91,20 @@ def test_names_of_verdicts_are_those_of_methods_where_they_have_one_reference() 
 def test_a_mark_at_a_hundred_is_whole(make_result: Make) -> None:
     axes = scores_figure(compare([make_result(ap=100.0)])).axes[0]
     assert axes.get_xlim()[1] > 101
+
+
+def test_runs_on_two_streams_have_sections_of_their_own(make_result: Make) -> None:
+    """In one picture the same method stood twice, and streams that nothing compares beside each other."""
+    here = [make_result("sapt"), make_result("lora", ap=40.0)]
+    there = [make_result("sapt", ap=20.0), make_result("lora", ap=10.0)]
+    for result in there:
+        result["stream"]["name"] = result["config"]["stream"]["name"] = "long-b"
+    sections = sections_of([*here, *there])
+    assert titles([*here, *there]) == [
+        *(f"{title}: {bench}, mini-t5" for bench in ("long-a", "long-b") for title in titles(here)[:-1]),
+        titles(here)[-1],
+    ]
+    comparisons = [section for section in sections if section.title.startswith("Comparison")]
+    for section, high in zip(comparisons, ("81.7", "20.0"), strict=True):
+        table = next(part for part in section.tables[0].renderables if isinstance(part, Table))
+        assert len(table.rows) == 2 and high in [str(cell) for column in table.columns for cell in column.cells]
