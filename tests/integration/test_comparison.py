@@ -27,7 +27,7 @@ from raycl.launch.prepared_run import Prepared
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.run_comparison import compare
 from raycl.operations.report.tables import comparison_table
-from raycl.operations.sweep.comparison import ComparisonConfig, plan, run_comparison
+from raycl.operations.sweep.comparison import ComparisonConfig, plan, rows_of, run_comparison
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.workers.stopping import stopped_by
@@ -75,6 +75,7 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         ConfigError, match="--only leaves out 'separate', which FWT of its rows needs and which has not"
     ):
         run_comparison(comparison, str(tmp_path / "anew"), only=("lora",))
+    assert rows_of(comparison, ("lora-s3", "finetune")) == ["lora", "finetune"]
     again = run_comparison(comparison, str(tmp_path), only=("lora-s3", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
 

@@ -1,4 +1,4 @@
-"""How long threads of OpenMP wait before they sleep is set when raycl is imported, unless the environment says it."""
+"""Importing raycl sets how long threads of OpenMP spin before they sleep, unless the environment does."""
 
 from __future__ import annotations
 

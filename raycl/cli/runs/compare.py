@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Run what is missing, print the table."""
     file = local_or_installed(options.comparison)
     from raycl.launch import console
-    from raycl.operations.sweep.comparison import load_comparison, run_comparison
+    from raycl.operations.sweep.comparison import load_comparison, rows_of, run_comparison
     from raycl.training.workers import stopping
 
     console.log_to_stderr(options.quiet)
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
         width = max(map(len, states_by_name))
         show(options, "\n".join(f"{name:{width}}  {state}" for name, state in states_by_name.items()), states_by_name)
         return 0
-    chosen = {*options.only, *(name.rpartition("-s")[0] for name in options.only)}
-    rows = [row for row in comparison.runs if not chosen or row in chosen]
+    rows = rows_of(comparison, tuple(options.only))
     if options.against and options.against not in rows:
         raise ConfigError(f"--against is '{options.against}', which is no row of this run: expected {', '.join(rows)}")
     outcome = run_comparison(comparison, options.dir, tuple(options.only))

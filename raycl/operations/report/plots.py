@@ -100,8 +100,8 @@ def arranged(
     Rows are as long as makes the page's shape nearest to `SHAPE`.
 
     Args:
-        rooms: width and height of each panel. right: further width of the page. widest: width that the page has at
-            most, where one panel leaves the choice. All in inches.
+        rooms: width and height of each panel. right: further width of the page. widest: largest width of the page,
+            which only a panel that is wider than it exceeds. All in inches.
     """
 
     def page(limit: float) -> tuple[float, float, list[tuple[float, float]]]:

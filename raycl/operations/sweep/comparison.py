@@ -218,6 +218,14 @@ def _state(run: Storage) -> str:
     return f"{status.state}: {status.message}; {status.details['tasks']}"
 
 
+def rows_of(comparison: ComparisonConfig, only: tuple[str, ...]) -> list[str]:
+    """Return the rows that run, where `only` names rows and runs; (): all."""
+    named = set(only)
+    return [
+        row for row in comparison.runs if not named or named & {row, *(f"{row}-s{seed}" for seed in comparison.seeds)}
+    ]
+
+
 def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]) -> dict[str, RunConfig]:
     planned = plan(comparison, directory)
     unknown = [name for name in only if name not in comparison.runs and name not in planned]
