@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -74,3 +75,24 @@ def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
     assert command(capsys, "bank", "tag", f"{shared}@1", "first")[0] == 0
     assert snapshot_at(f"{shared}@first")[1].number == 1
     assert of_run[0] == 0 and of_run == command(capsys, "bank", "log", f"{shared}@other")
+
+
+def test_commands_on_one_snapshot_and_on_a_whole_bank(
+    complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(uri(complete, "bert"), tmp_path / "bank")
+    place = str(tmp_path / "bank")
+
+    def listed(at: str) -> list[int]:
+        status, out, _ = command(capsys, "bank", "list", f"{place}{at}", "--json")
+        assert status == 0
+        return [snapshot["number"] for snapshot in json.loads(out)["snapshots"]]
+
+    assert (listed(""), listed("@main"), listed("@1")) == ([1, 2], [2], [1])
+    for words in (("show", f"{place}@1"), ("show", place, "1")):
+        assert json.loads(command(capsys, "bank", *words, "--json")[1])["number"] == 1
+    assert json.loads(command(capsys, "bank", "show", place, "--json")[1])["number"] == 2
+    for words in (("verify",), ("prune",), ("promote", "main")):
+        name, *others = words
+        status, _, error = command(capsys, "bank", name, f"{place}@main", *others)
+        assert status == 1 and f"takes a whole bank: write '{place}', without '@main'" in error

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         added.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run code")
         return added
 
-    command("list", "snapshots and adapters")
+    command("list", "snapshots and adapters, or those of one snapshot", reference=True)
     command("branches", "each branch, the snapshot that it points at, and what moved it there")
     log = command("log", "snapshots of a branch, newest first, with the tasks that each changed", reference=True)
     log.add_argument("branch", nargs="?", metavar="REF", help="the same, for branches with a slash in their name")
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tagging.add_argument("tag", metavar="NAME")
     deleting = command("delete", "delete a branch, or a tag (tags/NAME); its snapshots stay until they are pruned")
     deleting.add_argument("branch")
-    show = command("show", "one adapter (name or name@version) or snapshot (number)")
-    show.add_argument("what")
+    show = command("show", "one adapter or snapshot", reference=True)
+    show.add_argument("what", nargs="?", help="an adapter (NAME or NAME@VERSION) or a snapshot's number; default: REF")
     verifying = command("verify", "read everything and check every hash")
     verifying.add_argument("--run", metavar="RUN", help="what this run published must be there, or have been pruned")
     export = command("export", "a mixture as a PEFT folder, or merged into the backbone", reference=True)

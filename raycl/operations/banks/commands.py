@@ -49,7 +49,7 @@ from raycl.storage import Storage
 from raycl.text_tables import grid, render
 from raycl.training.records.hub import on_hub
 from raycl.training.records.journal import last_attempt, read_state
-from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank
+from raycl.training.records.named_bank import bank_and_reference, bank_at, find_bank, split_reference
 from raycl.types import Score
 
 if TYPE_CHECKING:
@@ -221,8 +221,12 @@ def _when(entry: dict[str, Any]) -> str:
 
 
 def _list(bank: Bank, options: Namespace) -> CommandResult:
-    snapshots = [bank.open(number) for number in bank.snapshots()]
-    adapters = {name: bank.versions(name) for name in bank.names()}
+    if options.reference:
+        snapshots = [resolve(bank, options.reference)]
+        adapters = {entry.name: [entry.version] for entry in snapshots[0].adapters}
+    else:
+        snapshots = [bank.open(number) for number in bank.snapshots()]
+        adapters = {name: bank.versions(name) for name in bank.names()}
     tree: dict[str, Any] = {
         "snapshots": [
             {
@@ -251,9 +255,9 @@ def _list(bank: Bank, options: Namespace) -> CommandResult:
 
 
 def _show(bank: Bank, options: Namespace) -> CommandResult:
-    what: str = options.what
-    if what.isdigit():
-        snapshot = bank.open(int(what))
+    what: str | None = options.what
+    if what is None or what.isdigit():
+        snapshot = resolve(bank, what or options.snapshot)
         tree = {"stored_samples": stored_samples(bank, snapshot), **snapshot.model_dump(mode="json")}
     else:
         name, _, number = what.partition("@")
@@ -517,6 +521,9 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
 }
 """Command -> what it does."""
 
+WITH_REFERENCE = ("list", "log", "show", "tag", "export", "forget", "fuse")
+"""Commands that take `BANK@REF`."""
+
 
 def answer(options: Namespace) -> CommandResult:
     """Run a command on the bank that it names; only `import` begins a new one.
@@ -524,11 +531,17 @@ def answer(options: Namespace) -> CommandResult:
     Raises:
         RayclError: there is no such bank, or the command failed.
     """
-    begins = options.command == "import" and find_bank(options.bank) is None
-    takes_reference = options.command in ("log", "tag", "export", "forget", "fuse")
-    named = bank_and_reference if takes_reference else bank_at
-    bank, branch = (Bank.at(options.bank), MAIN) if begins else named(options.bank)
-    options.snapshot = branch
+    place, reference = split_reference(options.bank)
+    if reference and options.command not in WITH_REFERENCE:
+        if find_bank(place) is not None:
+            raise BankError(
+                f"`raycl bank {options.command}` takes a whole bank: write '{place}', without '@{reference}'"
+            )
+        place, reference = options.bank, ""
+    begins = options.command == "import" and find_bank(place) is None
+    bank, branch = (Bank.at(place), MAIN) if begins else bank_at(place)
+    branch = reference or branch
+    options.reference, options.snapshot = reference, branch
     if vars(options).get("branch", branch) is None:
         options.branch = branch
     if options.command == "promote" and options.to is None:

@@ -76,19 +76,24 @@ def bank_at(address: str) -> tuple[Bank, str]:
     return bank
 
 
+def split_reference(text: str) -> tuple[str, str]:
+    """Return the place and the reference of `PLACE@REF`; "": none is given. A place may have an @ in it too."""
+    address, at, reference = text.rpartition("@")
+    if on_hub(text) or not (at and reference) or "/" in reference:
+        return text, ""
+    is_reference = "?" in address or find_bank(text) is None  # behind the query of a URI, which has no @
+    return (address, reference) if is_reference else (text, "")
+
+
 def bank_and_reference(text: str) -> tuple[Bank, str]:
-    """Return the bank and the reference of `PLACE` or `PLACE@REF`; a place may have an @ in it too.
+    """Return the bank and the reference of `PLACE` or `PLACE@REF`; default: the bank's branch.
 
     Raises:
         BankError: there is no such bank.
     """
-    if on_hub(text):
-        return bank_at(text)
-    address, at, reference = text.rpartition("@")
-    is_reference = at and reference and "/" not in reference
-    if is_reference and ("?" in address or find_bank(text) is None):  # behind the query of a URI, which has no @
-        return bank_at(address)[0], reference
-    return bank_at(text)
+    place, reference = split_reference(text)
+    bank, branch = bank_at(place)
+    return bank, reference or branch
 
 
 def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
