@@ -186,7 +186,7 @@ class Rounds:
             failed = sum(len(item.failed) for item in seen)
             yield Figure(f"({name}) answers", median(rates[name]), "/s", detail=f"{', '.join(at)} ms, {failed} failed")
         ceilings = [min(pair) for pair in zip(alone, rates["b"], strict=True)]
-        yield Figure("(c) over the lesser of (a) and (b)", _ratio(rates["c"], ceilings), "x", 0.8, ">=")
+        yield Figure("(c) over the lesser of (a) and (b)", _ratio(rates["c"], ceilings), "x", 0.85, ">=")
         cores, text_s = psutil.cpu_count() or 1, median(cpu_s for _, cpu_s in self.alone)
         spent = {
             name: spent_s / sum(len(item.ms) for item in self.seen[name]) for name, spent_s in self.spent_s.items()

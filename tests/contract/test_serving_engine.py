@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -121,6 +122,29 @@ def test_served_labels_equal_the_snapshots_own(taught: Taught, tmp_path: Path, m
         assert isinstance(item.last, LabelScores) and isinstance(replies[0].last, LabelScores)
         assert item.last.scores == pytest.approx(replies[0].last.scores, abs=1e-5)
         assert sum(item.last.scores.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_batch_of_labels_waits_for_clients_that_were_just_answered(taught: Taught, tmp_path: Path) -> None:
+    """For as many texts as were answered or waiting, and a share of the time that these took."""
+    bank = bank_of(taught("bert", "slm"), tmp_path)
+    with serving(bank, max_batch=4) as client:
+        engine = client.engine
+        with client.paused():
+            first = [client.ask(text, sampling=None) for text in TEXTS]
+        assert [reply.metadata.batch for reply in first] == [4] * 4 + [2] * 2
+        client.until(lambda: engine._expected == 2)
+
+        def waits(seconds: float) -> None:
+            engine._expected, engine._gathered_s = 4, time.monotonic() + seconds
+
+        engine.call(lambda: waits(10 * WAIT_S)).result()
+        early = client.ask(TEXTS[0], sampling=None)
+        time.sleep(0.1)
+        assert not early.events, "it waits for the others"
+        others = [client.ask(text, sampling=None) for text in TEXTS[1:4]]
+        assert [reply.metadata.batch for reply in (early, *others)] == [4] * 4
+        engine.call(lambda: waits(0.05)).result()
+        assert client.ask(TEXTS[0], sampling=None).metadata.batch == 1, "nobody else came"
 
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("bert", "sapt"), ("llama", "slm"), ("t5", "separate")])
