@@ -58,8 +58,8 @@ from raycl.text_tables import edgeless, grid, render
 NOTHING = "–"
 """Stands where a number is undefined."""
 
-PUBLISHED = "published"
-"""Title of a column of a paper's numbers."""
+PUBLISHED, MARK = "published", "*"
+"""Title of a column of a paper's numbers, and the mark of a number that something contradicts."""
 
 GAP = 4
 """Columns between matrices that stand side by side."""
@@ -134,7 +134,8 @@ def comparison_table(lines: Sequence[Line]) -> Page:
     """Return a table of a comparison's lines: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
     over seeds.
 
-    Beside a number that a paper printed for some line stands the paper's, and below the table its source.
+    Beside a number that a paper printed for some line stands the paper's, and below the table its source, and what
+    contradicts numbers with a mark.
     """
     shown = points_of(lines)
     printed = {name for name in shown if has_published(lines, name)}
@@ -145,12 +146,13 @@ def comparison_table(lines: Sequence[Line]) -> Page:
         for name in shown:
             scores.append(points(line.numbers.get(name)))
             if name in printed:
-                scores.append(_number(line.published.get(name), ".2f"))
+                scores.append(_number(line.published.get(name), ".2f") + MARK * (name in line.contradicted))
         speed = line.numbers["tokens_per_s"]
         cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
         table.add_row(line.title, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
-    return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources))
+    marked = [f"{MARK} {line.title}, {shown[name]}: {why}" for line in lines for name, why in line.contradicted.items()]
+    return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources), *map(Text, marked))
 
 
 def routing_table(result: Tree) -> Page:

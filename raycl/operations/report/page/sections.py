@@ -23,7 +23,7 @@ from raycl.operations.report.page.page_figures import (
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
 from raycl.operations.report.router_plots import confusion_figure, router_figure
-from raycl.operations.report.run_comparison import Line, SeedMatrix, compare, grouped, seed_matrices
+from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
     Page,
@@ -247,18 +247,33 @@ def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | No
 
 
 def cost_section(lines: Sequence[Line]) -> PageSection:
-    """Return time, speed, parameters and memory of each line."""
-    heads = ["method", "runs", "time, s", "training, s", "tokens/s", "trained parameters", "memory, MiB"]
-    rows = []
-    for line in lines:
-        cells = [NOTHING if spread is None else f"{spread.mean:,.0f}" for spread in map(line.numbers.get, _COSTS)]
-        trained = line.numbers["trained_parameters"]
-        cells.insert(3, NOTHING if trained is None else short_number(trained.mean))
-        rows.append([line.title, str(line.runs), *cells])
-    return PageSection("Cost", lead=["Means over seeds."], tables=[Page(grid(heads, rows))])
+    """Return time, speed, parameters, memory and what is kept of each line; numbers that no line has are left out."""
+    shown = {name: title for name, title in _COSTS.items() if any(line.numbers[name] for line in lines)}
+    rows = [[line.title, str(line.runs), *(_cost(name, line.numbers[name]) for name in shown)] for line in lines]
+    lead = [
+        "Means over seeds. Before steps: encoding texts and making keys. Kept for each task: what the run has learned "
+        "and stored at its end, such as adapters, keys and rows of earlier tasks."
+    ]
+    return PageSection("Cost", lead=lead, tables=[Page(grid(["method", "runs", *shown.values()], rows))])
 
 
-_COSTS = ("wall_s", "train_s", "tokens_per_s", "peak_memory_mb")
+_COSTS = {
+    "wall_s": "time, s",
+    "train_s": "training, s",
+    "prepare_s": "before steps, s",
+    "tokens_per_s": "tokens/s",
+    "trained_parameters": "trained parameters",
+    "peak_memory_mb": "memory, MiB",
+    "kept_mb_per_task": "kept for each task, MiB",
+}
+
+
+def _cost(name: str, spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    if name == "trained_parameters":
+        return short_number(spread.mean)
+    return f"{spread.mean:,.{2 if name == 'kept_mb_per_task' else 0}f}"
 
 
 def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.page.page_figures import scores_figure, verdicts_figure
 from raycl.operations.report.page.report_page import report_page
-from raycl.operations.report.page.sections import MOST_CURVES, sections_of
+from raycl.operations.report.page.sections import MOST_CURVES, cost_section, sections_of
 from raycl.operations.report.plots import DARK, matrix_figure, svg_of
 from raycl.operations.report.run_comparison import compare
 from raycl.operations.report.verdicts import Verdict
@@ -74,6 +75,17 @@ def test_many_settings_are_all_in_tables(make_result: Make) -> None:
     assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
     with pytest.raises(RunError, match="no method of these runs is named 'nothing'"):
         report_page(results, "many", "nothing")
+
+
+def test_costs_that_runs_have_are_columns(make_result: Make) -> None:
+    heads = [*("method", "runs", "time, s"), "before steps, s", "kept for each task, MiB"]
+    costs = {"wall_s": 61.0, "prepare_s": 12.3, "kept_mb_per_task": 0.4567}
+    bare = dict.fromkeys(("tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb"))
+    section = cost_section(compare([make_result("slm") | bare | costs, make_result("lora") | bare]))
+    (page,) = section.tables
+    lines = str(page).splitlines()
+    assert re.split(r"\s{2,}", lines[0].strip()) == heads
+    assert any(line.split() == ["slm", "1", "61", "12", "0.46"] for line in lines)
 
 
 def test_names_of_verdicts_are_those_of_methods_where_they_have_one_reference() -> None:

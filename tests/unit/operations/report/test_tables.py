@@ -158,6 +158,10 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
     assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
     assert source.strip() == "published: SAPT, table 2"
     row, other = csv.DictReader(io.StringIO(to_csv(results)))
+    marks = {"full": {"bwt": "-1.30 is the mean of its orders"}}
+    published.model_copy(update={"contradicted": marks}).write(folder)
+    marked = str(comparison_table(compare(find_results(tmp_path))))
+    assert " -1.25* " in marked and marked.rstrip().endswith("* sapt, BWT: -1.30 is the mean of its orders")
     assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
     assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
     alone = find_results(tmp_path / "full-s0")
