@@ -107,6 +107,18 @@ def test_tables_of_results_have_heads_and_one_figure_in_a_cell(page: str) -> Non
     assert re.findall(r"\d (?:x )?/ [\d-]", text) == [], "figures stand in a list with slashes: give each a column"
 
 
+@pytest.mark.parametrize("name", ["long8", "superni6-mini-t5", "superni6-mini-llama"])
+def test_a_table_has_what_each_compared_method_was_searched_over(name: str) -> None:
+    table = re.search(rf"table: planned-{name} -->(.*?)<!--", (REPO / "docs/results/methods.md").read_text(), re.S)
+    assert table is not None
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].strip().splitlines()[2:]]
+    searched = {method.strip("`") for method, *_ in lines}
+    rows = run_tables.Study(run_tables.RESULTS, f"methods-{name}").streams(compared=True)
+    assert {row.partition("-")[0] for row in rows} == {row.partition("-")[0] for row in searched & set(rows)}
+    for _, trials, rates, *_, chosen in lines:
+        assert int(trials) >= 4 and chosen.partition(",")[0] in re.split(r", | or ", rates)
+
+
 def test_the_readme_counts_the_methods() -> None:
     others = len(METHODS) + len(MODIFIERS) - len(("slm", "sapt", "migu"))
     assert f"SLM, SAPT, MIGU and {others} others behind one command line" in (REPO / "README.md").read_text()
