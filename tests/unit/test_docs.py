@@ -13,6 +13,7 @@ import excerpts
 import pytest
 import run_tables
 import yaml
+from report_picture import overview, shown_in
 
 from raycl.errors import RunError
 from raycl.methods.registry import METHODS, MODIFIERS
@@ -117,6 +118,12 @@ def test_a_table_has_what_each_compared_method_was_searched_over(name: str) -> N
     assert {row.partition("-")[0] for row in rows} == {row.partition("-")[0] for row in searched & set(rows)}
     for _, trials, rates, *_, chosen in lines:
         assert int(trials) >= 4 and chosen.partition(",")[0] in re.split(r", | or ", rates)
+
+
+@pytest.mark.parametrize("name", ["report", "report-dark"])
+def test_the_picture_of_all_methods_is_of_the_runs_that_are_recorded(name: str) -> None:
+    """`python tests/lab/pictures.py docs/results/methods-*.csv --report` makes it."""
+    assert shown_in(REPO / f"docs/{name}.png") == overview(sorted(run_tables.RESULTS.glob("methods-*.csv")))
 
 
 def test_the_readme_counts_the_methods() -> None:
