@@ -17,6 +17,7 @@ from report_picture import overview, shown_in
 
 from raycl.errors import RunError
 from raycl.methods.registry import METHODS, MODIFIERS
+from raycl.scoring.general_ability import SUITES
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
@@ -124,6 +125,13 @@ def test_a_table_has_what_each_compared_method_was_searched_over(name: str) -> N
 def test_the_picture_of_all_methods_is_of_the_runs_that_are_recorded(name: str) -> None:
     """`python tests/lab/pictures.py docs/results/methods-*.csv --report` makes it."""
     assert shown_in(REPO / f"docs/{name}.png") == overview(sorted(run_tables.RESULTS.glob("methods-*.csv")))
+
+
+def test_each_published_zero_shot_suite_stands_in_the_guide_of_published_results() -> None:
+    guide = (REPO / "docs/guides/reproduce.md").read_text()
+    of_papers = [suite for suite in SUITES if suite.endswith("zero-shot") or suite == "trace"]
+    assert len(of_papers) == 3 and all(f"[{suite}]" in guide for suite in of_papers)
+    assert "| 44.7 | 76.0 | 76.3 | 67.7 |" in guide, "SLM, table 6"
 
 
 def test_the_readme_counts_the_methods() -> None:
