@@ -324,8 +324,9 @@ def general_table(result: Tree) -> Page | None:
         values = [cells["cells"].get(name, {}).get("value") for name in names]
         table.add_row(title, *map(_number, [*values, cells["mean"]]))
     if measured["after"]:
-        ends = [(measured[end]["cells"][name]["value"] for end in ("before", "after")) for name in names]
-        table.add_row("delta", *(f"{after - before:+z.1f}" for before, after in ends), f"{measured['delta']:+z.1f}")
+        old, new = ([measured[end]["cells"][name]["value"] for name in names] for end in ("before", "after"))
+        changes = [after - before for before, after in zip(old, new, strict=True)]
+        table.add_row("delta", *(f"{change:+z.1f}" for change in [*changes, measured["delta"]]))
         shares = [measured["after"]["cells"][name]["extra"].get("unknown") for name in names]
         if any(share is not None for share in shares):
             percent = [None if share is None else 100 * share for share in shares]
