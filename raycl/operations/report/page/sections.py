@@ -142,7 +142,8 @@ def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
 
 
 def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
-    shown = [matrix for matrix in matrices if len(matrix.phases) > 1][:MOST_CURVES]
+    several = [matrix for matrix in matrices if len(matrix.phases) > 1]
+    shown = several[:MOST_CURVES]
     if not shown:
         return None
     tables = []
@@ -153,7 +154,7 @@ def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
         ]
         heads = ["score after", *short_names(matrix.phases)]
         tables.append(Page(Text(matrix.title), grid(heads, rows)))
-    lead = [f"The {len(shown)} settings with the highest AP."] if len(shown) < len(matrices) else []
+    lead = [f"The {len(shown)} settings with the highest AP."] if len(shown) < len(several) else []
     return PageSection("Accuracy over time", curves_figure(shown), lead, numbers=tables)
 
 
@@ -224,7 +225,10 @@ def _epochs(results: Sequence[Tree]) -> PageSection | None:
     if not curved:
         return None
     tables = [matrix_table(result) for result in curved]
-    lead = ["The score of a task while it is trained, by the model in training, after its epochs (eval.at_epochs)."]
+    lead = [
+        "The score of a task while it is trained, by the model in training, after its epochs (eval.at_epochs), and "
+        "general ability there where it was measured."
+    ]
     return PageSection("Epochs of a task", epochs_figure(curved), lead, numbers=tables)
 
 
@@ -283,7 +287,7 @@ def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
     pages = []
     for task in dict.fromkeys(task for run in runs for task in tasks_of(run)):
         rows = []
-        at_the_end = [answered_rows(run, len(run["phases"]) - 1, task) for run in runs]
+        at_the_end = [answered_rows(run, _last(run), task) for run in runs]
         last = [{row.text: row.answer for row in answered} for answered in at_the_end]
         new = [_when_new(run, task) for run in runs]
         for sample in next(filter(None, at_the_end), [])[:SAMPLES]:
@@ -298,6 +302,11 @@ def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
             pages.append(Page(Text(task), grid(heads, rows, left=5)))
     lead = ["The first test rows of each task, answered by the first run of each setting."]
     return PageSection("Sample answers", lead=lead, tables=pages) if pages else None
+
+
+def _last(run: Tree) -> int:
+    """Return the last phase that was evaluated, of a run that is not finished too."""
+    return max((place for place, row in enumerate(run["matrix"]) if any(row)), default=0)
 
 
 def _when_new(run: Tree, task: str) -> dict[str, str]:

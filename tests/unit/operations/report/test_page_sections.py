@@ -88,6 +88,29 @@ def test_costs_that_runs_have_are_columns(make_result: Make) -> None:
     assert any(line.split() == ["slm", "1", "61", "12", "0.46"] for line in lines)
 
 
+def test_panels_are_those_of_tasks_and_epochs_are_whole(make_result: Make) -> None:
+    result = make_result()
+    two = result | {"phases": ["agnews", "dbpedia"], "stream": result["stream"] | {"tasks": ["agnews", "dbpedia"]}}
+    two |= {"matrix": [row[:2] for row in result["matrix"][:2]], "epochs": {"agnews": {"1": 40.0, "2": 60.0}}}
+    sections = {section.title: section for section in sections_of([two])}
+    curves, epochs = sections["Accuracy over time"].figure, sections["Epochs of a task"].figure
+    assert curves is not None and epochs is not None
+    assert [axes.get_title(loc="left") for axes in curves.axes if axes.get_visible()] == ["agnews", "dbpedia"]
+    assert all(float(tick).is_integer() for tick in epochs.axes[0].get_xticks())
+
+
+def test_a_running_run_has_answers_after_its_last_evaluated_task(make_result: Make, tmp_path: Path) -> None:
+    result = make_result()
+    result["matrix"][2] = [None, None, None]
+    for phase in ("000-agnews", "001-dbpedia"):
+        folder = tmp_path / "run/predictions" / phase
+        folder.mkdir(parents=True)
+        row = {"text": "a text", "references": ["x"], "answer": phase, "score": 0.0}
+        (folder / "agnews.jsonl").write_text(f"{json.dumps(row)}\n")
+    (tmp_path / "run/results.json").write_text(json.dumps(hashed(result)))
+    assert "<td>000-agnews</td><td>001-dbpedia</td>" in report_page(find_results(tmp_path), "running")
+
+
 def test_names_of_verdicts_are_those_of_methods_where_they_have_one_reference() -> None:
     """Pairs of names with settings are too long to be told apart."""
 
