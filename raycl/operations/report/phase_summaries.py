@@ -11,14 +11,16 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.metrics.run_results import title_of
+from raycl.metrics.run_results import tasks_of, title_of
+
+Value = TypeVar("Value")
 
 KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
 """Way of finding a text's task -> title; eq. 13 is the paper's measure of the keys, no router."""
@@ -95,8 +97,13 @@ class RouterSummary:
 
     @property
     def confused(self) -> dict[str, dict[str, float]]:
-        """The confusion of the kind that chose, where texts are routed."""
-        return self.confusion.get(self.used, {})
+        """The confusion of the kind that chose, where texts are routed, in the order of `tasks`."""
+        return ordered(self.confusion.get(self.used, {}), self.tasks)
+
+
+def ordered(by_task: Mapping[str, Value], tasks: Sequence[str]) -> dict[str, Value]:
+    """Return values by task in the order of `tasks`, which records do not keep; others follow."""
+    return {task: by_task[task] for task in dict.fromkeys([*tasks, *by_task]) if task in by_task}
 
 
 def has_routing(result: Tree) -> bool:
@@ -115,8 +122,8 @@ class AttentionWeights:
 
     Attributes:
         keys: adapters in the order of learning.
-        train: task -> weights over the adapters that existed when it was learned, 0 for later ones.
-        test: task -> weights over all adapters; of tasks that were evaluated.
+        train: task -> weights over the adapters that existed when it was learned, 0 for later ones; tasks in the order
+            of the stream. test: task -> weights over all adapters; of tasks that were evaluated.
         pseudo: task -> number of its pseudo-samples.
         fallback_samples: task -> how many of them are stored training inputs because the generator produced none.
     """
@@ -143,6 +150,7 @@ class AttentionWeights:
             for task, weights in summary["train"].items()
         }
         test = {task: list(map(float, weights)) for task, weights in summary["test"].items()}
+        train, test = (ordered(weights, tasks_of(result)) for weights in (train, test))
         return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
     def moved(self) -> dict[str, float]:
