@@ -135,6 +135,20 @@ def test_each_published_zero_shot_suite_stands_in_the_guide_of_published_results
     assert "| 44.7 | 76.0 | 76.3 | 67.7 |" in guide, "SLM, table 6"
 
 
+VERDICT = re.compile(
+    r"(?:can|cannot) be\s+told\s+from |(?:is|are)\s+(?:better|worse)\s+than\s+(?:`|without)", re.IGNORECASE
+)
+"""What a verdict on two methods says, outside of tables that code writes."""
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/results.md", "docs/results/methods.md", "docs/results/smollm2.md", "docs/guides/migu.md"]
+)
+def test_people_write_no_verdicts(page: str) -> None:
+    prose = run_tables.TABLE.sub("", (REPO / page).read_text())
+    assert VERDICT.findall(prose) == [], "leave it to a table of claims (docs/results/tables.yaml)"
+
+
 def test_the_readme_counts_the_methods() -> None:
     others = len(METHODS) + len(MODIFIERS) - len(("slm", "sapt", "migu"))
     assert f"SLM, SAPT, MIGU and {others} others behind one command line" in (REPO / "README.md").read_text()
