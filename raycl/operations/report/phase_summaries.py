@@ -28,7 +28,7 @@ KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
 
 @dataclass(frozen=True)
 class Point:
-    """A sub-key in the plane of t-SNE."""
+    """A sub-key, or a text, in the plane of t-SNE."""
 
     task: str
     x: float
@@ -48,7 +48,7 @@ class RouterSummary:
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         owners: task of each row of `cosines`, which is a slot.
         cosines: symmetric, mean over groups.
-        points: may be empty: t-SNE is left out for too few keys and for too many.
+        points: may be empty: t-SNE is left out for too few keys and for too many. texts: likewise, of dev texts.
     """
 
     used: str
@@ -59,6 +59,7 @@ class RouterSummary:
     owners: list[str]
     cosines: list[list[float]]
     points: list[Point]
+    texts: list[Point]
 
     @staticmethod
     def of(result: Tree) -> RouterSummary:
@@ -92,6 +93,9 @@ class RouterSummary:
             points=[
                 Point(str(point["slot"]).rpartition(".")[0], float(point["x"]), float(point["y"]))
                 for point in last.get("key_plane", ())
+            ],
+            texts=[
+                Point(str(point["task"]), float(point["x"]), float(point["y"])) for point in last.get("text_plane", ())
             ],
         )
 

@@ -190,6 +190,16 @@ def confusion_table(result: Tree) -> Page:
     return Page(Text(head), grid(["", *_heads(routing.tasks)], rows))
 
 
+def texts_table(result: Tree) -> Page:
+    """Return the places of dev texts on the map of a run's texts.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    rows = [[point.task, f"{point.x:.3f}", f"{point.y:.3f}"] for point in RouterSummary.of(result).texts]
+    return Page(Text(f"dev texts in the plane: {title_of(result)}"), grid(["task", "x", "y"], rows))
+
+
 def routing_comparison(results: Sequence[Tree]) -> Page:
     """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
 

@@ -22,7 +22,7 @@ from raycl.operations.report.page.page_figures import (
 )
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
-from raycl.operations.report.router_plots import confusion_figure, router_figure
+from raycl.operations.report.router_plots import confusion_figure, router_figure, texts_figure
 from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
@@ -36,6 +36,7 @@ from raycl.operations.report.tables import (
     output_rows_table,
     points,
     routing_table,
+    texts_table,
 )
 from raycl.operations.report.verdicts import Verdict, verdict_table, verdicts_of
 from raycl.text_tables import grid, short_number
@@ -99,6 +100,7 @@ def _of_one_bench(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]
         _general(results, lines),
         _attention(results),
         _routing(results),
+        _texts(results),
         _confusion(results),
         _overlap(results),
         cost_section(lines),
@@ -202,6 +204,13 @@ def _routing(results: Sequence[Tree]) -> PageSection | None:
         "a task stood out by their out-of-distribution score before it was learned. Of the first run of each setting."
     )
     return _of_first_runs("Routing", runs, lead, router_figure, routing_table)
+
+
+def _texts(results: Sequence[Tree]) -> PageSection | None:
+    routed = filter(has_routing, _up_to(router_plots.MOST_TASKS, results))
+    runs = [result for result in routed if RouterSummary.of(result).texts]
+    lead = "Dev texts by the embeddings that the router reads: near ones are alike. Of the first run of each setting."
+    return _of_first_runs("Map of texts", runs, lead, texts_figure, texts_table)
 
 
 def _confusion(results: Sequence[Tree]) -> PageSection | None:

@@ -33,7 +33,11 @@ def test_sections_are_those_that_runs_have_numbers_for(make_result: Make, make_r
     assert alone[:2] == ["Comparison", "Accuracy matrices"] and "Routing" not in alone and "Verdicts" not in alone
     routed = make_routed(["agnews", "dbpedia"])
     assert "Routing" in titles([routed]) and "Attention over adapters" not in titles([routed])
-    assert "Router confusion" in titles([routed])
+    assert "Router confusion" in titles([routed]) and "Map of texts" not in titles([routed])
+    texts = [{"x": 1.0, "y": 2.5, "task": task} for task in routed["stream"]["tasks"]]
+    routed["phase_summaries"][-1]["text_plane"] = texts
+    (drawn,) = [section for section in sections_of([routed]) if section.title == "Map of texts"]
+    assert drawn.figure is not None and "2.500" in str(drawn.numbers[0])
     given = make_routed(["agnews", "dbpedia"], router="task")
     assert "Routing" in titles([given]) and "Router confusion" not in titles([given]), "the task was given"
     for summary in routed["phase_summaries"]:
