@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from raycl.config import load
+from raycl.config import flatten, load, load_tree, read_yaml
 from raycl.metrics.paired_comparison import TaskScore, difference
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
@@ -190,6 +190,58 @@ def searched(definition: dict[str, Any], results: Path = RESULTS) -> str:
     return markdown(heads, written)
 
 
+def planned(definition: dict[str, Any], results: Path = RESULTS) -> str:
+    """Return a table of Markdown: what each method of a comparison was searched over, with how many trials, and what
+    its row has of it.
+
+    Args:
+        definition: `planned`: a comparison and the CSV file of its runs. `sweeps`: files in `sweeps/`, whose spaces are
+            grids. Methods that have not run, or have a rate that no sweep has, were not searched and have no line.
+        results: folder of the CSV file.
+    """
+    study = Study(results, definition["planned"])
+    spaces: dict[str, list[tuple[dict[str, Any], list[float], list[float]]]] = {}
+    for name in definition["sweeps"]:
+        space = read_yaml(str(REPO / f"sweeps/{name}.yaml"))["space"]
+        rates = space["train.learning_rate"]["grid"]
+        head_rates = space.get("train.head_learning_rate", {}).get("grid", [])
+        for method in space["method"]["grid"]:
+            row = "-".join(filter(None, (method["name"], method.get("base"))))
+            spaces.setdefault(row, []).append((flatten(method), rates, head_rates))
+    written = []
+    for row in study.streams(compared=None):
+        chosen = flatten(load_tree(None, study.entries[row].set))
+        rates = [rate for _, some, _ in spaces.get(row, []) for rate in some]
+        if chosen["train.learning_rate"] not in rates:
+            continue
+        head_rates = [rate for *_, some in spaces[row] for rate in some]
+        keys = _distinct(key for known, *_ in spaces[row] for key in known)
+        own = {key: _distinct(known.get(key, "default") for known, *_ in spaces[row]) for key in keys}
+        own = {key: values for key, values in own.items() if len(values) > 1}
+        kept = [f"{key}: {_short(chosen[f'method.{key}'])}" for key in own if f"method.{key}" in chosen]
+        kept += [f"head: {chosen['train.head_learning_rate']:g}"] if "train.head_learning_rate" in chosen else []
+        varied = [f"{key}: {_choice(values)}" for key, values in own.items()]
+        varied += [f"rate of the label head: {_choice(_distinct(head_rates))}"] if head_rates else []
+        trials = sum(len(some) * max(1, len(heads)) for _, some, heads in spaces[row])
+        cells = [_choice(sorted(_distinct(rates))), "; ".join(varied)]
+        written.append([f"`{row}`", str(trials), *cells, ", ".join([f"{chosen['train.learning_rate']:g}", *kept])])
+    return markdown(["method", "trials", "rates", "its own settings", "chosen"], sorted(written))
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _choice(values: Sequence[Any]) -> str:
+    """Return values in words: `1, 2 or 3`."""
+    *some, last = map(_short, values)
+    return " or ".join(filter(None, (", ".join(some), last)))
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def best(definition: dict[str, Any], results: Path = RESULTS) -> str:
     """A table of Markdown: rows of several seeds, in groups by their verdict against the one with the highest AP.
 
@@ -246,7 +298,7 @@ def backwards(definition: dict[str, Any], results: Path = RESULTS) -> str:
 RAISED = {"better": "yes", "worse": "no, they lower them"}
 """Word of a verdict on BWT against none -> what it says of earlier tasks."""
 
-KINDS = {"claims": claims, "best": best, "searched": searched, "backwards": backwards}
+KINDS = {"claims": claims, "best": best, "searched": searched, "planned": planned, "backwards": backwards}
 """Key of a definition -> what writes its table; without such a key it is a table of runs."""
 
 

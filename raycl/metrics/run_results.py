@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from pyarrow import fs
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree
@@ -46,6 +46,9 @@ class Published(Section):
     rows: dict[str, dict[str, float]] = Field(
         min_length=1, description="name of a row -> ap, f_ra, fwt, bwt, accuracy, unseen or unseen_<type> -> number"
     )
+    contradicted: dict[str, dict[str, str]] = Field(
+        default_factory=dict, description="name of a row -> one of its numbers -> what contradicts it; it gets a mark"
+    )
 
     @field_validator("rows")
     @classmethod
@@ -56,11 +59,25 @@ class Published(Section):
                 raise ValueError(f"row '{row}' has the number '{unknown[0]}': expected {', '.join(PUBLISHABLE)}")
         return rows
 
+    @model_validator(mode="after")
+    def _marked_numbers_exist(self) -> "Published":
+        for row, marks in self.contradicted.items():
+            if unknown := sorted(set(marks) - set(self.rows.get(row, ()))):
+                raise ValueError(f"contradicted.{row} names '{unknown[0]}', of which rows.{row} has no number: add it")
+        return self
+
+    def of(self, row: str) -> Tree | None:
+        """Return the numbers of a row with their source and marks; None: it has none."""
+        if row not in self.rows:
+            return None
+        marks = dict(self.contradicted.get(row, {}))
+        return {"source": self.source, "numbers": dict(self.rows[row]), "contradicted": marks}
+
     def beside(self, result: Tree) -> Tree:
         """Return the result tree with its row's published numbers (`<row>-s<seed>`), if any, as `published`."""
         name = str((result["config"].get("output") or {}).get("name") or "")
-        numbers = self.rows.get(name.rpartition("-s")[0])
-        return result if numbers is None else {**result, "published": {"source": self.source, "numbers": dict(numbers)}}
+        published = self.of(name.rpartition("-s")[0])
+        return result if published is None else {**result, "published": published}
 
     def write(self, folder: Storage) -> None:
         """Write the numbers into the comparison's folder for later reports, unless they are there already."""
@@ -270,7 +287,8 @@ def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
         "metrics": {"ap": untrained["mean"]},
         "unseen": {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None,
         **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "in_context", "other_row")),
-        **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")),
+        **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "prepare_s")),
+        **dict.fromkeys(("trained_parameters", "peak_memory_mb", "kept_mb_per_task")),
     }
 
 

@@ -47,8 +47,10 @@ class GeneralConfig(Section):
         description="folder of this machine with task files of lm-eval (YAML), which can run code: only the command "
         "line may set it; null: none",
     )
-    at: Literal["ends", "tasks"] = Field(
-        "ends", description="ends: before the stream and after its last task; tasks: also after every task"
+    at: Literal["ends", "tasks", "epochs"] = Field(
+        "ends",
+        description="ends: before the stream and after its last task; tasks: also after every task; epochs: also "
+        "inside each task, where eval.at_epochs evaluates it",
     )
     limit: int | None = Field(None, ge=1, description="rows of each task, the first of its file; null: all")
     shots: int | None = Field(
@@ -170,6 +172,14 @@ class EvalConfig(Section):
     )
 
     general: GeneralConfig = GeneralConfig()
+
+    @model_validator(mode="after")
+    def _epochs_are_given(self) -> "EvalConfig":
+        if self.general.at == "epochs" and self.at_epochs is None:
+            raise ValueError(
+                "general.at is epochs and at_epochs is null: name the number of epochs, such as at_epochs=1"
+            )
+        return self
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of dev rows where they choose nothing."""

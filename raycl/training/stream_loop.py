@@ -16,7 +16,7 @@ from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import OpenEngine
 from raycl.training.phase.evaluation import ScoredRow, StreamEvaluation, bare_rows, score_phase, tasks_with_data
 from raycl.training.phase.selection import EPOCH
-from raycl.training.phase.task_end import join_task
+from raycl.training.phase.task_end import join_task, kept_bytes
 from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
@@ -130,6 +130,7 @@ class StreamLoop:
         """Join a task that a worker group has learned by itself, and write the phase's last checkpoint. Collective."""
         recorder = self.recorder
         learned, done = join_task(self.context, phase, task.checkpoint(self.world, recorder.objects.shared))
+        done.spent["kept_bytes"] = kept_bytes(done, self.world)
         if self.world.is_first:
             log.info("[%d/%d] %s: joined", phase.index + 1, len(self.context.phases), phase.name)
             recorder.add_steps(phase, task.steps())
@@ -179,6 +180,8 @@ class StreamLoop:
             "truncated_sources": sum(table.truncated_sources for table in tables),
             "truncated_targets": sum(table.truncated_targets for table in tables),
             "tokens_per_s": tokens / train_s if train_s else None,
+            "prepare_s": done.spent.get("prepare_s"),
+            "kept_bytes": done.spent.get("kept_bytes"),
             "step_bytes": int(done.spent.get("step_bytes", 0)),
             "trained_parameters": int(done.spent.get("trained_parameters", 0)),
             **memory_used(world),

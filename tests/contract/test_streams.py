@@ -103,7 +103,9 @@ def test_a_stream_runs_and_fills_its_matrix(done: Done) -> None:
     check_results(done)
     results = done.storage.read_json("results.json")
     steps = trace(done.storage)
-    assert all(entry["resident_memory_mb"] > 0 for entry in results["phase_times"])
+    assert all(entry["resident_memory_mb"] > 0 < entry["prepare_s"] for entry in results["phase_times"])
+    assert results["prepare_s"] == sum(entry["prepare_s"] for entry in results["phase_times"])
+    assert results["kept_mb_per_task"] > 0
     joint_steps = {1: 7, 2: STEPS + STEPS}  # one stored row more fills the last batch of 2 to 3
     assert len(steps) == joint_steps[len(results["phases"])]
 

@@ -151,6 +151,10 @@ def test_published_numbers_are_checked() -> None:
     tree["published"] = {"source": "a paper", "rows": {"lora": {"average": 1.0}}}
     with pytest.raises(ConfigError, match=r"row 'lora' has the number 'average': expected ap, f_ra, fwt, bwt"):
         configs.validate(ComparisonConfig, tree)
+    rows = {"lora": {"ap": 1.0}}
+    tree["published"] = {"source": "a paper", "rows": rows, "contradicted": {"lora": {"bwt": "elsewhere -1"}}}
+    with pytest.raises(ConfigError, match=r"contradicted.lora names 'bwt', of which rows.lora has no number"):
+        configs.validate(ComparisonConfig, tree)
 
 
 def test_a_row_runs_with_fewer_seeds(lab: Lab) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import Complete, Lab, Stop, exported, matrix, run, trace
+from tiny import TASKS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl.cli.commands import run as command
 from raycl.config import Tree, trust
@@ -126,6 +126,25 @@ def test_texts_of_no_learned_task_go_to_the_bare_model(
     assert section.figure is not None and section.numbers
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"), [("llama", "finetune"), ("llama", "lora"), ("t5", "sapt"), ("llama", "slm")]
+)
+def test_it_is_measured_over_the_epochs_of_a_task_and_training_stays_as_it_was(
+    lab: Lab, complete: Complete, files: str, tmp_path: Path, kind: str, method: str
+) -> None:
+    """A task's last epoch has the model that is measured after the task, where one adapter answers all texts."""
+    plain, storage, tasks = complete(kind, method, "torch").storage, Storage.at(tmp_path), list(TASKS)
+    run(asked(lab, files, kind, method, general={"at": "epochs"}, eval={"at_epochs": 1}), storage)
+    assert trace(storage) == trace(plain) and matrix(storage) == matrix(plain)
+    tree = results(storage)
+    names = [name for task in tasks for name in (task, f"{task}: general")]
+    assert list(tree["epochs"]) == names and len({len(curve) for curve in tree["epochs"].values()}) == 1
+    after = [phase["mean"] for phase in tree["general"]["phases"]]
+    last = [tree["epochs"][f"{task}: general"].popitem()[1] for task in tasks]
+    assert last == after or method in ("sapt", "slm")
+    assert f"{tasks[0]}: general" in str(matrix_table(results(storage)))
+
+
 def test_a_run_killed_in_its_first_task_measures_it_again(lab: Lab, files: str, tmp_path: Path) -> None:
     whole, storage = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "killed")
     run(asked(lab, files, method="finetune"), whole)
@@ -149,6 +168,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"general": {"chat_template": True}},
         r"^general\.chat_template is true, and backbone '.*' has no chat temp",
     ),
+    ({"general": {"at": "epochs"}}, r"general\.at is epochs and at_epochs is null: name the number of epochs"),
     ({"kind": "bert"}, r"^general\.tasks names both, and encoder-only backbone '.*' gives texts no likelihood"),
     ({"method": "progprompt"}, r"eval\.general\.tasks is set and method 'progprompt' needs each text's task id"),
     ({"stream": {"schedule": "separate"}}, r"eval\.general\.tasks is set and stream\.schedule=separate needs each"),

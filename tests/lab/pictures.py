@@ -34,6 +34,7 @@ from chromium import ARGUMENTS
 from local_endpoint import Served, serving
 from page_looks import SCHEMES, window
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from report_picture import overview, write_shown
 
 from raycl.data.benchmarks.builtin import TASKS, rows
 
@@ -42,19 +43,26 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 FOREIGN = ("Preheat the oven to 180 degrees and butter the tin.", "E = m c^2", "der Zug nach Basel hat Verspätung")
 REQUESTS, SECONDS, SPAN_S = 150, 240, "600"
 """Requests before the picture of metrics, over about this time; the page then shows this span."""
-WIDTH, FIRST = 1280, 780
-"""Pixels of a picture, and of the first part of a report's page."""
+WIDTH, BELOW = 1280, 12
+"""Pixels of a picture, and below the first part of a report's page."""
 
 
-def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None], part: int = 0) -> None:
-    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the page after `arrange(page)`, whole or its first pixels."""
+def saved(browser: Browser, name: str, url: str, arrange: Callable[[Page], None], shown: str = "") -> None:
+    """Write `docs/NAME.png` and `docs/NAME-dark.png`: the page after `arrange(page)`.
+
+    Args:
+        shown: the picture ends below the page's first section and has this text.
+    """
     for scheme in SCHEMES:
         page = window(browser, WIDTH, scheme)
         page.goto(url)
         arrange(page)
         path = DOCS / f"{name}{'-dark' if scheme == 'dark' else ''}.png"
-        clip = {"x": 0, "y": 0, "width": WIDTH, "height": part} if part else None
+        box = page.locator("section").first.bounding_box() if shown else None
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": box["y"] + box["height"] + BELOW} if box else None
         page.screenshot(path=path, full_page=True, clip=clip)
+        if shown:
+            write_shown(path, shown)
         page.context.close()
         sys.stdout.write(f"wrote {path}\n")
 
@@ -107,7 +115,7 @@ def main() -> int:
             with TemporaryDirectory() as folder:
                 page = Path(folder, "report.html")
                 subprocess.run([*RAYCL, "report", *options.run, "--html", page, "--quiet"], check=True)
-                saved(browser, "report", page.as_uri(), lambda _: None, FIRST)
+                saved(browser, "report", page.as_uri(), lambda _: None, overview(map(Path, options.run)))
         elif options.text:
             with serving(f"{options.run[0]}/bank") as served:
                 arrange = partial(shown_answer, text=options.text)

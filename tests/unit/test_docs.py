@@ -13,9 +13,11 @@ import excerpts
 import pytest
 import run_tables
 import yaml
+from report_picture import overview, shown_in
 
 from raycl.errors import RunError
 from raycl.methods.registry import METHODS, MODIFIERS
+from raycl.scoring.general_ability import SUITES
 
 REPO = Path(__file__).resolve().parents[2]
 FOLDERS = {"raycl", "jobs", "sweeps", "tests", "cluster", "docs"}
@@ -105,6 +107,46 @@ def test_tables_of_results_have_heads_and_one_figure_in_a_cell(page: str) -> Non
     text = (REPO / page).read_text()
     assert re.findall(r"^\|.*\| ?\|.*\n\|-|^\| ?\|.*\n\|-", text, re.MULTILINE) == [], "a column has no head"
     assert re.findall(r"\d (?:x )?/ [\d-]", text) == [], "figures stand in a list with slashes: give each a column"
+
+
+@pytest.mark.parametrize("name", ["long8", "superni6-mini-t5", "superni6-mini-llama"])
+def test_a_table_has_what_each_compared_method_was_searched_over(name: str) -> None:
+    page = (REPO / "docs/results/methods.md").read_text()
+    table = re.search(rf"table: planned-{name} -->(.*?)<!--", page, re.S)
+    assert table is not None and "train.label_loss=seen" in page, "what differs from the authors' training is named"
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[1].strip().splitlines()[2:]]
+    searched = {method.strip("`") for method, *_ in lines}
+    rows = run_tables.Study(run_tables.RESULTS, f"methods-{name}").streams(compared=True)
+    assert {row.partition("-")[0] for row in rows} == {row.partition("-")[0] for row in searched & set(rows)}
+    for _, trials, rates, *_, chosen in lines:
+        assert int(trials) >= 4 and chosen.partition(",")[0] in re.split(r", | or ", rates)
+
+
+@pytest.mark.parametrize("name", ["report", "report-dark"])
+def test_the_picture_of_all_methods_is_of_the_runs_that_are_recorded(name: str) -> None:
+    """`python tests/lab/pictures.py docs/results/methods-*.csv --report` makes it."""
+    assert shown_in(REPO / f"docs/{name}.png") == overview(sorted(run_tables.RESULTS.glob("methods-*.csv")))
+
+
+def test_each_published_zero_shot_suite_stands_in_the_guide_of_published_results() -> None:
+    guide = (REPO / "docs/guides/reproduce.md").read_text()
+    of_papers = [suite for suite in SUITES if suite.endswith("zero-shot") or suite == "trace"]
+    assert len(of_papers) == 3 and all(f"[{suite}]" in guide for suite in of_papers)
+    assert "| 44.7 | 76.0 | 76.3 | 67.7 |" in guide, "SLM, table 6"
+
+
+VERDICT = re.compile(
+    r"(?:can|cannot) be\s+told\s+from |(?:is|are)\s+(?:better|worse)\s+than\s+(?:`|without)", re.IGNORECASE
+)
+"""What a verdict on two methods says, outside of tables that code writes."""
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/results.md", "docs/results/methods.md", "docs/results/smollm2.md", "docs/guides/migu.md"]
+)
+def test_people_write_no_verdicts(page: str) -> None:
+    prose = run_tables.TABLE.sub("", (REPO / page).read_text())
+    assert VERDICT.findall(prose) == [], "leave it to a table of claims (docs/results/tables.yaml)"
 
 
 def test_the_readme_counts_the_methods() -> None:

@@ -16,7 +16,7 @@ raycl report docs/results/methods-long8.csv --html methods.html
 import argparse
 from pathlib import Path
 
-from raycl.cli.commands import note, show
+from raycl.cli.commands import INSTALLED, note, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +93,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _recorded(options: argparse.Namespace, files: list[str]) -> int:
-    """Print the comparison and the verdicts of recorded runs, write what needs no folders of runs."""
+    """Print the comparison and the verdicts of recorded runs, write what needs no folders of runs.
+
+    A file that has the name of an installed comparison has the papers' numbers that stand there beside its own.
+    """
     from raycl.errors import RunError
     from raycl.operations.report.latex import to_latex
     from raycl.operations.report.page.recorded_sections import recorded_sections, studies_of
     from raycl.operations.report.page.report_page import page_of
-    from raycl.operations.report.recorded_runs import RecordedRuns
+    from raycl.operations.report.recorded_runs import RecordedRuns, published_in
     from raycl.operations.report.tables import comparison_table
     from raycl.operations.report.verdicts import verdict_table
 
@@ -108,7 +111,9 @@ def _recorded(options: argparse.Namespace, files: list[str]) -> int:
         raise RunError(
             f"'{files[0]}' has the numbers of runs alone, and {other} needs their folders: give one or the other"
         )
-    studies = studies_of([RecordedRuns(Path(file)) for file in files], options.against)
+    comparisons = INSTALLED / "jobs/configs/compare"
+    recorded = [RecordedRuns(Path(file), published_in(comparisons / f"{Path(file).stem}.yaml")) for file in files]
+    studies = studies_of(recorded, options.against)
     pages = []
     for study in studies:
         pages += [comparison_table(study.lines), *([verdict_table(study.verdicts)] if study.verdicts else [])]

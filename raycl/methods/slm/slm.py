@@ -306,6 +306,7 @@ class Slm(PerTaskAdapter):
             "key_similarity": similarity(self.router),
             "slot_similarity": newest_rows(self.router),
             "key_plane": plane(self.router, self.seed),
+            "text_plane": text_plane(self.router, self.seed),
         }
 
     def state_dict(self) -> State:
@@ -343,9 +344,9 @@ def _normal(low: Tensor, outputs: int, std: float) -> None:
     torch.nn.init.normal_(low, std=std)
 
 
-MOST_POINTS, PLANE_STEPS = 1000, 500
-"""The most sub-keys for t-SNE, and its steps: about a second. Twice the steps do not improve it (a divergence of 0.62
-with 500 and with 1,000)."""
+MOST_POINTS, MOST_TEXTS, PLANE_STEPS = 1000, 200, 500
+"""The most sub-keys and dev texts for t-SNE, and its steps: about a second. Twice the steps do not improve it (a
+divergence of 0.62 with 500 and with 1,000)."""
 
 
 def similarity(router: SlotRouter) -> list[list[float]]:
@@ -376,17 +377,31 @@ def newest_rows(router: SlotRouter) -> list[list[float]]:
 
 def plane(router: SlotRouter, seed: int = 0) -> list[dict[str, Any]]:
     """Compute t-SNE of all sub-keys by cosine: x, y, slot and group; empty where there are too few or too many."""
-    from sklearn.manifold import TSNE
-
     keys = router.keys()
     names = [slot for task in router.tasks for slot in router.slots(task)]
     points = torch.nn.functional.normalize(torch.cat(list(keys.values())), dim=-1).flatten(0, 1)
+    labels = [(name, group) for name in names for group in range(router.groups)]
+    return [
+        {"x": x, "y": y, "slot": name, "group": group}
+        for (x, y), (name, group) in zip(_places(points, seed), labels, strict=False)
+    ]
+
+
+def text_plane(router: SlotRouter, seed: int = 0) -> list[dict[str, Any]]:
+    """Compute t-SNE of dev texts by the cosine of their queries: x, y and task; empty where there are too few."""
+    each = max(1, MOST_TEXTS // len(router.tasks))
+    held = {task: queries[:each] for task, queries in router.dev.items() if task in router.tasks}
+    names = [task for task, queries in held.items() for _ in queries]
+    places = _places(torch.cat(list(held.values())), seed) if names else []
+    return [{"x": x, "y": y, "task": task} for (x, y), task in zip(places, names, strict=False)]
+
+
+def _places(points: Tensor, seed: int) -> list[tuple[float, float]]:
+    """Return the places of points in the plane; none where there are too few or too many."""
+    from sklearn.manifold import TSNE
+
     if not 4 < len(points) <= MOST_POINTS:
         return []
     perplexity = min(30, len(points) / 4)
     drawn = TSNE(metric="cosine", init="random", perplexity=perplexity, random_state=seed, max_iter=PLANE_STEPS)
-    places = drawn.fit_transform(points.numpy()).round(3).tolist()
-    labels = [(name, group) for name in names for group in range(router.groups)]
-    return [
-        {"x": x, "y": y, "slot": name, "group": group} for (x, y), (name, group) in zip(places, labels, strict=True)
-    ]
+    return [(x, y) for x, y in drawn.fit_transform(points.float().cpu().numpy()).round(3).tolist()]

@@ -11,14 +11,16 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.metrics.run_results import title_of
+from raycl.metrics.run_results import tasks_of, title_of
+
+Value = TypeVar("Value")
 
 KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
 """Way of finding a text's task -> title; eq. 13 is the paper's measure of the keys, no router."""
@@ -26,7 +28,7 @@ KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
 
 @dataclass(frozen=True)
 class Point:
-    """A sub-key in the plane of t-SNE."""
+    """A sub-key, or a text, in the plane of t-SNE."""
 
     task: str
     x: float
@@ -46,7 +48,7 @@ class RouterSummary:
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         owners: task of each row of `cosines`, which is a slot.
         cosines: symmetric, mean over groups.
-        points: may be empty: t-SNE is left out for too few keys and for too many.
+        points: may be empty: t-SNE is left out for too few keys and for too many. texts: likewise, of dev texts.
     """
 
     used: str
@@ -57,6 +59,7 @@ class RouterSummary:
     owners: list[str]
     cosines: list[list[float]]
     points: list[Point]
+    texts: list[Point]
 
     @staticmethod
     def of(result: Tree) -> RouterSummary:
@@ -91,12 +94,20 @@ class RouterSummary:
                 Point(str(point["slot"]).rpartition(".")[0], float(point["x"]), float(point["y"]))
                 for point in last.get("key_plane", ())
             ],
+            texts=[
+                Point(str(point["task"]), float(point["x"]), float(point["y"])) for point in last.get("text_plane", ())
+            ],
         )
 
     @property
     def confused(self) -> dict[str, dict[str, float]]:
-        """The confusion of the kind that chose, where texts are routed."""
-        return self.confusion.get(self.used, {})
+        """The confusion of the kind that chose, where texts are routed, in the order of `tasks`."""
+        return ordered(self.confusion.get(self.used, {}), self.tasks)
+
+
+def ordered(by_task: Mapping[str, Value], tasks: Sequence[str]) -> dict[str, Value]:
+    """Return values by task in the order of `tasks`, which records do not keep; others follow."""
+    return {task: by_task[task] for task in dict.fromkeys([*tasks, *by_task]) if task in by_task}
 
 
 def has_routing(result: Tree) -> bool:
@@ -115,8 +126,8 @@ class AttentionWeights:
 
     Attributes:
         keys: adapters in the order of learning.
-        train: task -> weights over the adapters that existed when it was learned, 0 for later ones.
-        test: task -> weights over all adapters; of tasks that were evaluated.
+        train: task -> weights over the adapters that existed when it was learned, 0 for later ones; tasks in the order
+            of the stream. test: task -> weights over all adapters; of tasks that were evaluated.
         pseudo: task -> number of its pseudo-samples.
         fallback_samples: task -> how many of them are stored training inputs because the generator produced none.
     """
@@ -143,6 +154,7 @@ class AttentionWeights:
             for task, weights in summary["train"].items()
         }
         test = {task: list(map(float, weights)) for task, weights in summary["test"].items()}
+        train, test = (ordered(weights, tasks_of(result)) for weights in (train, test))
         return AttentionWeights(keys, train, test, summary["pseudo"], summary.get("fallback_samples", {}))
 
     def moved(self) -> dict[str, float]:

@@ -4,9 +4,10 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+from raycl import config as configs
 from raycl.errors import RunError
 from raycl.metrics.paired_comparison import Difference, TaskScore, difference
-from raycl.metrics.run_results import METRICS
+from raycl.metrics.run_results import METRICS, Published
 from raycl.operations.report.run_comparison import COSTS, OPTIONAL, Line, Spread
 from raycl.operations.report.verdicts import Verdict, corrected
 
@@ -15,11 +16,18 @@ SCORE = "score_"
 """Columns that begin with it are scores of tasks."""
 
 
+def published_in(comparison: Path) -> Published | None:
+    """Return the papers' numbers in a comparison file; None: it has none, or does not exist."""
+    printed = configs.read_tree(str(comparison)).get("published") if comparison.is_file() else None
+    return None if printed is None else configs.validate(Published, printed)
+
+
 class RecordedRuns:
     """Runs by the row of their comparison and by seed.
 
     Args:
         file: names of runs end with `-s` and the seed; columns that begin with `SCORE` are scores of tasks.
+        published: numbers that papers printed for some rows.
 
     Attributes:
         runs: row -> seed -> column -> cell, in the order of the file.
@@ -28,8 +36,9 @@ class RecordedRuns:
         RunError: the file is no such table.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, published: Published | None = None) -> None:
         self.file = file
+        self.published = published
         self.runs: dict[str, dict[str, dict[str, str]]] = {}
         if not file.is_file():
             raise RunError(f"there is no file '{file}': expected one of `raycl report RUNS --runs-csv`")
@@ -88,7 +97,8 @@ class RecordedRuns:
             spreads = {
                 name: Spread.over(numbers) if len(numbers) == len(runs) else None for name, numbers in known.items()
             }
-            lines.append(Line(row, "", first["stream"], first["backbone"], len(runs), spreads))
+            printed = self.published.of(row) if self.published else None
+            lines.append(Line(row, "", first["stream"], first["backbone"], len(runs), spreads, printed or {}))
         alone = self._alone
         return sorted(lines, key=lambda line: (line.method in alone, -(line.numbers["ap"] or Spread(-1.0, None)).mean))
 

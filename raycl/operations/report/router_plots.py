@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import short_names, title_of
-from raycl.operations.report.phase_summaries import KINDS, RouterSummary, mean_of
+from raycl.operations.report.phase_summaries import KINDS, Point, RouterSummary, mean_of
 from raycl.operations.report.plots import (
     CELL_HEIGHT,
     CELL_WIDTH,
@@ -41,7 +41,7 @@ NUMBERED_HEIGHT = 0.5
 """Inches of a task's row from which each bar has room for its number."""
 BARELESS = "0.0 of its dev texts"
 """The text next to bars of length 0, which have no room for their numbers."""
-BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH = 3.6, 1.5, 0.9
+BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH, TEXTS_SIZE = 3.6, 1.5, 0.9, 4.0
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
 
@@ -100,6 +100,16 @@ def confusion_figure(results: Sequence[Tree]) -> Figure:
     return figure
 
 
+def texts_figure(results: Sequence[Tree]) -> Figure:
+    """Return one map per run: where dev texts lie by the embeddings that the router reads."""
+    routings = [RouterSummary.of(result) for result in results]
+    figure = new_figure(MARGIN + TEXTS_SIZE + LEGEND_WIDTH, (ABOVE + TEXTS_SIZE + 0.2) * len(results))
+    for number, (title, routing) in enumerate(zip(labels(results), routings, strict=True)):
+        axes = axes_at(figure, MARGIN, TEXTS_SIZE, TEXTS_SIZE, (ABOVE + TEXTS_SIZE + 0.2) * number + ABOVE)
+        _draw_plane(axes, routing.tasks, routing.texts, f"{title}\ndev texts in the plane (t-SNE by cosine)")
+    return figure
+
+
 def confusion_cells(routing: RouterSummary) -> NDArray[np.float64]:
     """Return `[tasks with dev texts][tasks]` percent of the dev texts of one that are sent to the other."""
     return np.array([[shares.get(task, 0.0) for task in routing.tasks] for shares in routing.confused.values()])
@@ -125,7 +135,8 @@ def _draw_run(
     _draw_cosines(axes_at(figure, columns[0], size, size, top), routing, scale)
     bar = axes_at(figure, columns[0] + size + 0.15, 0.12, size, top)
     figure.colorbar(ScalarMappable(scale, COLOUR_MAP), cax=bar).ax.tick_params(labelsize=8)
-    _draw_plane(axes_at(figure, columns[1], size, size, top), routing)
+    title = "keys of all groups in the plane (t-SNE by cosine)"
+    _draw_plane(axes_at(figure, columns[1], size, size, top), routing.tasks, routing.points, title)
     _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
 
 
@@ -148,9 +159,9 @@ def _draw_cosines(axes: Axes, routing: RouterSummary, scale: Normalize) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _draw_plane(axes: Axes, routing: RouterSummary) -> None:
-    for number, (task, name) in enumerate(zip(routing.tasks, short_names(routing.tasks), strict=True)):
-        mine = [point for point in routing.points if point.task == task]
+def _draw_plane(axes: Axes, tasks: Sequence[str], points: Sequence[Point], title: str) -> None:
+    for number, (task, name) in enumerate(zip(tasks, short_names(tasks), strict=True)):
+        mine = [point for point in points if point.task == task]
         if mine:
             axes.scatter(
                 [point.x for point in mine],
@@ -164,8 +175,8 @@ def _draw_plane(axes: Axes, routing: RouterSummary) -> None:
             )
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title("keys of all groups in the plane (t-SNE by cosine)", fontsize=9, loc="left")
-    if routing.points:
+    axes.set_title(title, fontsize=9, loc="left")
+    if points:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handletextpad=0.3)
     else:
         axes.text(0.5, 0.5, "left out: too few keys, or too many", ha="center", fontsize=9, transform=axes.transAxes)

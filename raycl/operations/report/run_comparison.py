@@ -64,9 +64,9 @@ OPTIONAL = {
 """Means that not every run has -> column title: of accuracies beside F1 scores, over tasks that were never trained, of
 the last row under the other `eval.instruction`, and of `general_of`. They are columns only where some run has them."""
 
-COSTS = ("wall_s", "tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb")
-"""Costs of a run: seconds, tokens a second, seconds inside training steps, parameters of the phase that trains most,
-MiB of the largest worker."""
+COSTS = ("wall_s", "tokens_per_s", "train_s", "prepare_s", "trained_parameters", "peak_memory_mb", "kept_mb_per_task")
+"""Costs of a run: seconds, tokens a second, seconds inside training steps and before them, in which keys are made,
+parameters of the phase that trains most, MiB of the largest worker, and MiB that are kept for each task."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Line:
         runs: number of runs in the means, one for each seed.
         numbers: `ap`, `f_ra`, `fwt`, `bwt`, those in `OPTIONAL`, `unseen_<type>` for the types of tasks that were never
             trained (points), `COSTS`.
-        published: numbers that a paper printed. source: paper and table.
+        printed: numbers that a paper printed, with their source and marks, as `Published.of`; {}: none.
     """
 
     method: str
@@ -104,8 +104,22 @@ class Line:
     backbone: str
     runs: int
     numbers: dict[str, Spread | None]
-    published: Mapping[str, float] = field(default_factory=dict)
-    source: str = ""
+    printed: Tree = field(default_factory=dict)
+
+    @property
+    def published(self) -> Mapping[str, float]:
+        """Numbers that a paper printed."""
+        return dict(self.printed.get("numbers", {}))
+
+    @property
+    def source(self) -> str:
+        """Paper and table of these numbers."""
+        return str(self.printed.get("source", ""))
+
+    @property
+    def contradicted(self) -> Mapping[str, str]:
+        """Those of these numbers that something contradicts -> what it is."""
+        return dict(self.printed.get("contradicted", {}))
 
     @property
     def title(self) -> str:
@@ -228,7 +242,7 @@ def _bare(results: Sequence[Tree]) -> list[tuple[Line, Tree]]:
         for result in results:
             if (scores := untrained_of(result, kind)) is not None:
                 name = UNTRAINED if kind == UNTRAINED else shots_of(scores)
-                line = replace(_line([scores], ""), method=name, published={}, source="")
+                line = replace(_line([scores], ""), method=name, printed={})
                 key = (kind, line.stream, line.backbone, result["config"].get("seed"))
                 found.setdefault(key, (line, scores))
     return list(found.values())
@@ -247,8 +261,7 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     numbers |= {f"{OF_TYPE}{name}": Spread.over([scores.get(name) for scores in types]) for name in types[0]}
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
     title = method_of(first), settings, stream_of(first), backbone_of(first)
-    published = first.get("published") or {}
-    return Line(*title, len(group), numbers, published.get("numbers", {}), published.get("source", ""))
+    return Line(*title, len(group), numbers, first.get("published") or {})
 
 
 def _untrained(results: Sequence[Tree], like: Tree, kind: BareKind) -> Line | None:
@@ -262,7 +275,7 @@ def _untrained(results: Sequence[Tree], like: Tree, kind: BareKind) -> Line | No
     if not by_seed:
         return None
     name = UNTRAINED if kind == UNTRAINED else shots_of(next(iter(by_seed.values())))
-    return replace(_line(list(by_seed.values()), ""), method=name, published={}, source="")
+    return replace(_line(list(by_seed.values()), ""), method=name, printed={})
 
 
 def _optional(result: Tree) -> dict[str, float | None]:

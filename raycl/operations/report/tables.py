@@ -58,8 +58,8 @@ from raycl.text_tables import edgeless, grid, render
 NOTHING = "–"
 """Stands where a number is undefined."""
 
-PUBLISHED = "published"
-"""Title of a column of a paper's numbers."""
+PUBLISHED, MARK = "published", "*"
+"""Title of a column of a paper's numbers, and the mark of a number that something contradicts."""
 
 GAP = 4
 """Columns between matrices that stand side by side."""
@@ -134,7 +134,8 @@ def comparison_table(lines: Sequence[Line]) -> Page:
     """Return a table of a comparison's lines: AP, F.Ra, FWT, BWT, unseen, time, tokens/s; mean ± standard deviation
     over seeds.
 
-    Beside a number that a paper printed for some line stands the paper's, and below the table its source.
+    Beside a number that a paper printed for some line stands the paper's, and below the table its source, and what
+    contradicts numbers with a mark.
     """
     shown = points_of(lines)
     printed = {name for name in shown if has_published(lines, name)}
@@ -145,12 +146,13 @@ def comparison_table(lines: Sequence[Line]) -> Page:
         for name in shown:
             scores.append(points(line.numbers.get(name)))
             if name in printed:
-                scores.append(_number(line.published.get(name), ".2f"))
+                scores.append(_number(line.published.get(name), ".2f") + MARK * (name in line.contradicted))
         speed = line.numbers["tokens_per_s"]
         cost = [_duration(line.numbers["wall_s"]), _number(None if speed is None else speed.mean, ",.0f")]
         table.add_row(line.title, line.stream, line.backbone, str(line.runs), *scores, *cost)
     sources = dict.fromkeys(line.source for line in lines if line.source)
-    return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources))
+    marked = [f"{MARK} {line.title}, {shown[name]}: {why}" for line in lines for name, why in line.contradicted.items()]
+    return Page(table, *(Text(f"{PUBLISHED}: {source}") for source in sources), *map(Text, marked))
 
 
 def routing_table(result: Tree) -> Page:
@@ -186,6 +188,16 @@ def confusion_table(result: Tree) -> Page:
     )
     head = f"dev texts of each task, and the task whose adapters the router chose, in percent: {title_of(result)}"
     return Page(Text(head), grid(["", *_heads(routing.tasks)], rows))
+
+
+def texts_table(result: Tree) -> Page:
+    """Return the places of dev texts on the map of a run's texts.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    rows = [[point.task, f"{point.x:.3f}", f"{point.y:.3f}"] for point in RouterSummary.of(result).texts]
+    return Page(Text(f"dev texts in the plane: {title_of(result)}"), grid(["task", "x", "y"], rows))
 
 
 def routing_comparison(results: Sequence[Tree]) -> Page:
@@ -322,8 +334,9 @@ def general_table(result: Tree) -> Page | None:
         values = [cells["cells"].get(name, {}).get("value") for name in names]
         table.add_row(title, *map(_number, [*values, cells["mean"]]))
     if measured["after"]:
-        ends = [(measured[end]["cells"][name]["value"] for end in ("before", "after")) for name in names]
-        table.add_row("delta", *(f"{after - before:+z.1f}" for before, after in ends), f"{measured['delta']:+z.1f}")
+        old, new = ([measured[end]["cells"][name]["value"] for name in names] for end in ("before", "after"))
+        changes = [after - before for before, after in zip(old, new, strict=True)]
+        table.add_row("delta", *(f"{change:+z.1f}" for change in [*changes, measured["delta"]]))
         shares = [measured["after"]["cells"][name]["extra"].get("unknown") for name in names]
         if any(share is not None for share in shares):
             percent = [None if share is None else 100 * share for share in shares]

@@ -36,17 +36,25 @@ from raycl.types import Batch, Mixture, Phase, Score, Task
 
 
 def general_scores(
-    context: TrainingContext, world: DistributedContext, router: PublishedRouter | None, is_bare: bool = False
+    context: TrainingContext,
+    world: DistributedContext,
+    router: PublishedRouter | None,
+    is_bare: bool = False,
+    learning: str = "",
 ) -> dict[str, Score]:
     """Return the task and metric -> score. Collective; rank 0 logs each.
 
     Args:
         router: router of the phase; None: the model has no adapters.
         is_bare: the backbone without adapters answers.
+        learning: a task in training, as a text of which the method routes each.
     """
     method = context.method
 
     def route(batch: Batch) -> Mixture | None:
+        if learning:
+            with torch.no_grad():
+                return method.route(replace(batch.to(world.device), tasks=(learning,) * len(batch.tasks)))
         if is_bare or router is None:
             return None
         return router.rule.applied(router.mixture(batch.to(world.device)))
@@ -169,12 +177,15 @@ class StreamEvaluation:
         """Return the general ability of the backbone before any training, unless it is known."""
         return {} if known else replace(self, is_bare=True).general()
 
-    def general(self) -> dict[str, Score]:
-        """Return the task of lm-eval and its metric -> score, by texts that come without a task."""
+    def general(self, learning: str = "") -> dict[str, Score]:
+        """Return the task of lm-eval and its metric -> score, by texts that come without a task.
 
+        Args:
+            learning: see `general_scores`.
+        """
         if self.before is not None:
             self.before("general ability")
-        return general_scores(self.context, self.world, self.router, self.is_bare)
+        return general_scores(self.context, self.world, self.router, self.is_bare, learning)
 
     def _titled(self, title: str, folder: str, tasks: Sequence[Task]) -> dict[str, Score]:
         if tasks and self.world.is_first:
@@ -411,7 +422,7 @@ def score_phase(
         unseen = _cells(evaluation.unseen()) if is_last else {}
         observed = evaluation.observations.means(world.gather)
         summary = context.method.summary(observed) | context.modifiers.summary() if world.is_first else {}
-        wants_general = context.evaluation.general.tasks and (is_last or context.evaluation.general.at == "tasks")
+        wants_general = context.evaluation.general.tasks and (is_last or context.evaluation.general.at != "ends")
         general = _cells(evaluation.general()) if wants_general else {}
         known = ScoredRow(row, unseen, {}, summary, 0.0, general)
     other: dict[str, Score] = {}

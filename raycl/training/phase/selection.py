@@ -11,6 +11,7 @@ from statistics import fmean
 from torch import Tensor
 
 from raycl.methods.base import trained_names
+from raycl.scoring.general_ability import ability
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import Engine, Share
 from raycl.training.phase.evaluation import StreamEvaluation, dev_score
@@ -77,15 +78,21 @@ class Selection:
             self.best = self._own()
 
     def _note_epoch(self, step: int) -> None:
-        """Score the phase's tasks by the model in training where an epoch of `eval.at_epochs` ends."""
+        """Score the phase's tasks, and general ability if asked, by the model in training where an epoch of
+        `eval.at_epochs` ends."""
         every = self._context.evaluation.at_epochs
         if every is None or step % (every * self._steps_per_epoch):
             return
         epoch = step // self._steps_per_epoch
-        for name, score in StreamEvaluation(self._context, self._world).scores(self._phase.tasks).items():
-            self.spent[f"{EPOCH}{epoch}/{name}"] = score.value
+        evaluation = StreamEvaluation(self._context, self._world)
+        scores = {name: score.value for name, score in evaluation.scores(self._phase.tasks).items()}
+        if self._context.evaluation.general.at == "epochs":
+            general = evaluation.general(learning=self._phase.tasks[0].name)
+            scores[f"{self._phase.name}: general"] = ability(general)
+        for name, value in scores.items():
+            self.spent[f"{EPOCH}{epoch}/{name}"] = value
             if self._world.is_first:
-                log.info("    after epoch %-6d %-16s %5.1f", epoch, name, score.value)
+                log.info("    after epoch %-6d %-16s %5.1f", epoch, name, value)
         self._context.backbone.train()
 
     def _own(self, values: Mapping[str, Tensor] | None = None) -> Share:

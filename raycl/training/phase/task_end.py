@@ -5,12 +5,14 @@ A task that another worker group has learned by itself is joined in the same way
 
 from dataclasses import replace
 
-from raycl.bank.tensor_groups import TensorGroups
+from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
+from raycl.bank.tensors import StoredTensors
 from raycl.methods.base import Learned, trained_names
 from raycl.routing.routers import with_package, with_text
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.phase.routing import router_record
 from raycl.training.records.checkpoint import Checkpoint
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
 
 
@@ -33,6 +35,25 @@ def keep_learned(context: TrainingContext, phase: Phase, learned: Learned | None
     seen = [task.name for earlier_phase in context.phases[: phase.index + 1] for task in earlier_phase.tasks]
     done.router, tensors = router_record(learned, seen)
     done.frozen_state = TensorGroups.of(done.frozen_state) | tensors
+
+
+def kept_bytes(done: Checkpoint, world: DistributedContext) -> float:
+    """Return the bytes that the run keeps after a phase: what was learned and what the method stores beside it, such as
+    keys and rows of earlier tasks. Collective.
+
+    The published router is not counted: it repeats what the method has of it.
+    """
+    trained = sum(tensor.nbytes for tensor in done.parameters.values())
+    others = [group for name, group in TensorGroups.of(done.frozen_state).groups.items() if not _is_copy(name)]
+    frozen = sum(
+        group.info.bytes if isinstance(group, StoredTensors) else sum(tensor.nbytes for tensor in group.values())
+        for group in others
+    )
+    return float(frozen + (sum(world.gather(trained)) if done.is_part else trained))
+
+
+def _is_copy(group: str) -> bool:
+    return group.startswith(f"{PUBLISHED}/")
 
 
 def join_task(context: TrainingContext, phase: Phase, alone: Checkpoint) -> tuple[Learned, Checkpoint]:

@@ -32,7 +32,7 @@ from raycl.training.phase.data import PhaseData, order_of, stable_seed
 from raycl.training.phase.disk_space import growth, plan_of, shortage
 from raycl.training.phase.selection import Selection
 from raycl.training.phase.step import noted_rows, train_step
-from raycl.training.phase.task_end import keep_learned
+from raycl.training.phase.task_end import keep_learned, kept_bytes
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.progress import StepResult
 from raycl.training.records.publish import open_bank
@@ -86,6 +86,7 @@ class TaskTrainer:
         data = PhaseData(context, phase, self.world, resume is not None, self._trial_losses)
         backbone.competing_labels = tuple(phase_labels(phase)) if context.train.label_loss == "task" else ()
         begin_phase(data)
+        prepared = time.perf_counter() - began - self._tried["train_s"]
         modifiers.begin_task(phase, only=len(context.phases) == 1, resumed=resume is not None)
         loader = data.loader()
         if resume is None:  # modifiers observe rows before anything is trained
@@ -98,6 +99,7 @@ class TaskTrainer:
         steps = loader.order.steps
         engine = self.open_engine(loader.accumulation, steps, phase.name)
         start, spent = self._restore(engine, resume)
+        spent["prepare_s"] = prepared + (resume.spent.get("prepare_s", 0.0) if resume else 0.0)
         if self.world.is_first:
             later, seconds = sum(by_phase[phase.index + 1 :]), time.perf_counter() - began
             prepared_s = 0.0 if method.config.fits_ahead else seconds
@@ -116,7 +118,7 @@ class TaskTrainer:
             result = self._step(engine, data, loader, index, modifiers)
             mask_check.after_step()
             seconds = time.perf_counter() - began
-            spent = {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
+            spent |= {"train_s": spent["train_s"] + seconds, "tokens": spent["tokens"] + result.tokens}
             self.control.progress("training", step=index + 1, steps=steps, loss=result.loss)
             self.recorder.step(phase, index + 1, steps, result, seconds)
             selection.after_step(index + 1, steps)
@@ -257,6 +259,7 @@ class TaskTrainer:
         if not context.method.trains_backbone:  # a method may have changed what it trained
             done.parameters = dict(task_context.parameters)
         keep_learned(context, phase, learned, done)
+        done.spent["kept_bytes"] = kept_bytes(done, self.world)
         if learned is not None:
             self.recorder.publish(phase, context.schedule.published(phase, context.method, learned), done)
         self.recorder.save(done)

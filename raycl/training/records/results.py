@@ -49,6 +49,8 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "tokens_per_s": sum(entry["tokens"] for entry in times) / seconds if seconds else None,
         "train_s": seconds,
         "trained_parameters": max((entry.get("trained_parameters", 0) for entry in times), default=0) or None,
+        "prepare_s": _sum([entry.get("prepare_s") for entry in times]),
+        "kept_mb_per_task": _kept(times, info.tree["stream"]["schedule"] == "separate"),
         "peak_memory_mb": max((entry["peak_memory_mb"] for entry in times), default=None),
         "versions": versions(info.plugins),
         "version_changes": version_changes(state.attempts),
@@ -57,6 +59,18 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
         "workers": state.attempts[-1]["workers"] if state.attempts else None,
         "wall_s": wall_seconds(state),
     }
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None where a phase lacks its number, as those of earlier versions do."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _kept(times: Sequence[Mapping[str, Any]], each_has_its_own: bool) -> float | None:
+    """Return MiB kept for each task: what the last phase left, or all phases where each has a state of its own."""
+    kept = _sum([entry.get("kept_bytes") for entry in (times if each_has_its_own else times[-1:])])
+    return None if kept is None else kept / len(times) / 2**20
 
 
 def wall_seconds(state: RunState) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import RobertaConfig, RobertaModel
 
 from raycl.errors import BankError, RetrievalError
-from raycl.methods.slm.slm import plane, similarity
+from raycl.methods.slm.slm import plane, similarity, text_plane
 from raycl.routing.code_index import EXACT_UP_TO, KeyIndex
 from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
@@ -332,6 +333,14 @@ def test_maps_of_keys() -> None:
         pytest.approx([matrix[b][a] for b in range(3)], abs=1e-6) for a in range(3)
     ]
     assert len(points) == 3 * 3 * 2 and {point["slot"] for point in points} == set(router.route(texts_of("one")).names)
+
+
+def test_a_map_of_texts_has_equal_shares_of_the_dev_texts_of_each_task() -> None:
+    router = studied("keys", list(TASKS))
+    assert text_plane(router) == [], "no dev texts"
+    for task, count in (("one", 4), ("two", 3), ("three", 200)):
+        router.hold_out(task, torch.randn(count, 384))
+    assert Counter(point["task"] for point in text_plane(router)) == {"one": 4, "two": 3, "three": 200 // 3}
 
 
 def test_memory_of_texts_has_an_end() -> None:

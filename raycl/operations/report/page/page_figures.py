@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from raycl.config import Tree
 from raycl.metrics.run_results import METRICS, short_names
@@ -80,7 +81,7 @@ def curves_figure(matrices: Sequence[SeedMatrix]) -> Figure:
     height = rows * 2.1 + below
     figure = new_figure(COLUMNS * PANEL, height)
     panels = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat
-    for axes, task in zip(panels, tasks, strict=False):
+    for task, axes in zip(tasks, panels, strict=False):  # in this order no panel is taken that has no task
         for number, matrix in enumerate(matrices):
             if task not in matrix.tasks:
                 continue
@@ -122,6 +123,7 @@ def epochs_figure(results: Sequence[Tree]) -> Figure:
         axes.set_title(title.partition(" on ")[0], fontsize=9, loc="left")
         axes.set_xlabel("epochs of the task", fontsize=8)
         axes.set(ylim=(-3, 103))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=7)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)

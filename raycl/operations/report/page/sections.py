@@ -22,8 +22,8 @@ from raycl.operations.report.page.page_figures import (
 )
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
-from raycl.operations.report.router_plots import confusion_figure, router_figure
-from raycl.operations.report.run_comparison import Line, SeedMatrix, compare, grouped, seed_matrices
+from raycl.operations.report.router_plots import confusion_figure, router_figure, texts_figure
+from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
     Page,
@@ -36,6 +36,7 @@ from raycl.operations.report.tables import (
     output_rows_table,
     points,
     routing_table,
+    texts_table,
 )
 from raycl.operations.report.verdicts import Verdict, verdict_table, verdicts_of
 from raycl.text_tables import grid, short_number
@@ -99,6 +100,7 @@ def _of_one_bench(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]
         _general(results, lines),
         _attention(results),
         _routing(results),
+        _texts(results),
         _confusion(results),
         _overlap(results),
         cost_section(lines),
@@ -142,7 +144,8 @@ def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
 
 
 def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
-    shown = [matrix for matrix in matrices if len(matrix.phases) > 1][:MOST_CURVES]
+    several = [matrix for matrix in matrices if len(matrix.phases) > 1]
+    shown = several[:MOST_CURVES]
     if not shown:
         return None
     tables = []
@@ -153,7 +156,7 @@ def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:
         ]
         heads = ["score after", *short_names(matrix.phases)]
         tables.append(Page(Text(matrix.title), grid(heads, rows)))
-    lead = [f"The {len(shown)} settings with the highest AP."] if len(shown) < len(matrices) else []
+    lead = [f"The {len(shown)} settings with the highest AP."] if len(shown) < len(several) else []
     return PageSection("Accuracy over time", curves_figure(shown), lead, numbers=tables)
 
 
@@ -203,6 +206,13 @@ def _routing(results: Sequence[Tree]) -> PageSection | None:
     return _of_first_runs("Routing", runs, lead, router_figure, routing_table)
 
 
+def _texts(results: Sequence[Tree]) -> PageSection | None:
+    routed = filter(has_routing, _up_to(router_plots.MOST_TASKS, results))
+    runs = [result for result in routed if RouterSummary.of(result).texts]
+    lead = "Dev texts by the embeddings that the router reads: near ones are alike. Of the first run of each setting."
+    return _of_first_runs("Map of texts", runs, lead, texts_figure, texts_table)
+
+
 def _confusion(results: Sequence[Tree]) -> PageSection | None:
     routed = filter(has_routing, _up_to(plots.MOST_TASKS, results))
     runs = [result for result in routed if RouterSummary.of(result).confused]
@@ -224,7 +234,10 @@ def _epochs(results: Sequence[Tree]) -> PageSection | None:
     if not curved:
         return None
     tables = [matrix_table(result) for result in curved]
-    lead = ["The score of a task while it is trained, by the model in training, after its epochs (eval.at_epochs)."]
+    lead = [
+        "The score of a task while it is trained, by the model in training, after its epochs (eval.at_epochs), and "
+        "general ability there where it was measured."
+    ]
     return PageSection("Epochs of a task", epochs_figure(curved), lead, numbers=tables)
 
 
@@ -247,18 +260,33 @@ def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | No
 
 
 def cost_section(lines: Sequence[Line]) -> PageSection:
-    """Return time, speed, parameters and memory of each line."""
-    heads = ["method", "runs", "time, s", "training, s", "tokens/s", "trained parameters", "memory, MiB"]
-    rows = []
-    for line in lines:
-        cells = [NOTHING if spread is None else f"{spread.mean:,.0f}" for spread in map(line.numbers.get, _COSTS)]
-        trained = line.numbers["trained_parameters"]
-        cells.insert(3, NOTHING if trained is None else short_number(trained.mean))
-        rows.append([line.title, str(line.runs), *cells])
-    return PageSection("Cost", lead=["Means over seeds."], tables=[Page(grid(heads, rows))])
+    """Return time, speed, parameters, memory and what is kept of each line; numbers that no line has are left out."""
+    shown = {name: title for name, title in _COSTS.items() if any(line.numbers[name] for line in lines)}
+    rows = [[line.title, str(line.runs), *(_cost(name, line.numbers[name]) for name in shown)] for line in lines]
+    lead = [
+        "Means over seeds. Before steps: encoding texts and making keys. Kept for each task: what the run has learned "
+        "and stored at its end, such as adapters, keys and rows of earlier tasks."
+    ]
+    return PageSection("Cost", lead=lead, tables=[Page(grid(["method", "runs", *shown.values()], rows))])
 
 
-_COSTS = ("wall_s", "train_s", "tokens_per_s", "peak_memory_mb")
+_COSTS = {
+    "wall_s": "time, s",
+    "train_s": "training, s",
+    "prepare_s": "before steps, s",
+    "tokens_per_s": "tokens/s",
+    "trained_parameters": "trained parameters",
+    "peak_memory_mb": "memory, MiB",
+    "kept_mb_per_task": "kept for each task, MiB",
+}
+
+
+def _cost(name: str, spread: Spread | None) -> str:
+    if spread is None:
+        return NOTHING
+    if name == "trained_parameters":
+        return short_number(spread.mean)
+    return f"{spread.mean:,.{2 if name == 'kept_mb_per_task' else 0}f}"
 
 
 def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
@@ -268,7 +296,7 @@ def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
     pages = []
     for task in dict.fromkeys(task for run in runs for task in tasks_of(run)):
         rows = []
-        at_the_end = [answered_rows(run, len(run["phases"]) - 1, task) for run in runs]
+        at_the_end = [answered_rows(run, _last(run), task) for run in runs]
         last = [{row.text: row.answer for row in answered} for answered in at_the_end]
         new = [_when_new(run, task) for run in runs]
         for sample in next(filter(None, at_the_end), [])[:SAMPLES]:
@@ -283,6 +311,11 @@ def _answers(matrices: Sequence[SeedMatrix]) -> PageSection | None:
             pages.append(Page(Text(task), grid(heads, rows, left=5)))
     lead = ["The first test rows of each task, answered by the first run of each setting."]
     return PageSection("Sample answers", lead=lead, tables=pages) if pages else None
+
+
+def _last(run: Tree) -> int:
+    """Return the last phase that was evaluated, of a run that is not finished too."""
+    return max((place for place, row in enumerate(run["matrix"]) if any(row)), default=0)
 
 
 def _when_new(run: Tree, task: str) -> dict[str, str]:

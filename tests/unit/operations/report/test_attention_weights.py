@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ def test_maps_cover_all_adapters(make_result: Make) -> None:
     assert result.keys == list(TRAIN)
     assert result.train["agnews"] == [1.0, 0.0, 0.0] and result.test == TEST
     assert result.moved() == {"agnews": 12.5, "dbpedia": 0.0, "yahoo": 0.0}
+
+
+def test_tasks_are_in_the_order_of_the_stream(make_result: Make) -> None:
+    """A record has them by name."""
+    result = attended(make_result("sapt"))
+    result["stream"]["tasks"] = result["stream"]["tasks"][::-1]
+    attention = AttentionWeights.of(json.loads(json.dumps(result, sort_keys=True)))
+    known = [task for task in result["stream"]["tasks"] if task in attention.train]
+    assert len(known) > 1 and list(attention.train) == known
 
 
 def test_both_maps_stand_below_each_other(make_result: Make) -> None:

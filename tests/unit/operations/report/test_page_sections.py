@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.page.page_figures import scores_figure, verdicts_figure
 from raycl.operations.report.page.report_page import report_page
-from raycl.operations.report.page.sections import MOST_CURVES, sections_of
+from raycl.operations.report.page.sections import MOST_CURVES, cost_section, sections_of
 from raycl.operations.report.plots import DARK, matrix_figure, svg_of
 from raycl.operations.report.run_comparison import compare
 from raycl.operations.report.verdicts import Verdict
@@ -32,7 +33,11 @@ def test_sections_are_those_that_runs_have_numbers_for(make_result: Make, make_r
     assert alone[:2] == ["Comparison", "Accuracy matrices"] and "Routing" not in alone and "Verdicts" not in alone
     routed = make_routed(["agnews", "dbpedia"])
     assert "Routing" in titles([routed]) and "Attention over adapters" not in titles([routed])
-    assert "Router confusion" in titles([routed])
+    assert "Router confusion" in titles([routed]) and "Map of texts" not in titles([routed])
+    texts = [{"x": 1.0, "y": 2.5, "task": task} for task in routed["stream"]["tasks"]]
+    routed["phase_summaries"][-1]["text_plane"] = texts
+    (drawn,) = [section for section in sections_of([routed]) if section.title == "Map of texts"]
+    assert drawn.figure is not None and "2.500" in str(drawn.numbers[0])
     given = make_routed(["agnews", "dbpedia"], router="task")
     assert "Routing" in titles([given]) and "Router confusion" not in titles([given]), "the task was given"
     for summary in routed["phase_summaries"]:
@@ -74,6 +79,40 @@ def test_many_settings_are_all_in_tables(make_result: Make) -> None:
     assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
     with pytest.raises(RunError, match="no method of these runs is named 'nothing'"):
         report_page(results, "many", "nothing")
+
+
+def test_costs_that_runs_have_are_columns(make_result: Make) -> None:
+    heads = [*("method", "runs", "time, s"), "before steps, s", "kept for each task, MiB"]
+    costs = {"wall_s": 61.0, "prepare_s": 12.3, "kept_mb_per_task": 0.4567}
+    bare = dict.fromkeys(("tokens_per_s", "train_s", "trained_parameters", "peak_memory_mb"))
+    section = cost_section(compare([make_result("slm") | bare | costs, make_result("lora") | bare]))
+    (page,) = section.tables
+    lines = str(page).splitlines()
+    assert re.split(r"\s{2,}", lines[0].strip()) == heads
+    assert any(line.split() == ["slm", "1", "61", "12", "0.46"] for line in lines)
+
+
+def test_panels_are_those_of_tasks_and_epochs_are_whole(make_result: Make) -> None:
+    result = make_result()
+    two = result | {"phases": ["agnews", "dbpedia"], "stream": result["stream"] | {"tasks": ["agnews", "dbpedia"]}}
+    two |= {"matrix": [row[:2] for row in result["matrix"][:2]], "epochs": {"agnews": {"1": 40.0, "2": 60.0}}}
+    sections = {section.title: section for section in sections_of([two])}
+    curves, epochs = sections["Accuracy over time"].figure, sections["Epochs of a task"].figure
+    assert curves is not None and epochs is not None
+    assert [axes.get_title(loc="left") for axes in curves.axes if axes.get_visible()] == ["agnews", "dbpedia"]
+    assert all(float(tick).is_integer() for tick in epochs.axes[0].get_xticks())
+
+
+def test_a_running_run_has_answers_after_its_last_evaluated_task(make_result: Make, tmp_path: Path) -> None:
+    result = make_result()
+    result["matrix"][2] = [None, None, None]
+    for phase in ("000-agnews", "001-dbpedia"):
+        folder = tmp_path / "run/predictions" / phase
+        folder.mkdir(parents=True)
+        row = {"text": "a text", "references": ["x"], "answer": phase, "score": 0.0}
+        (folder / "agnews.jsonl").write_text(f"{json.dumps(row)}\n")
+    (tmp_path / "run/results.json").write_text(json.dumps(hashed(result)))
+    assert "<td>000-agnews</td><td>001-dbpedia</td>" in report_page(find_results(tmp_path), "running")
 
 
 def test_names_of_verdicts_are_those_of_methods_where_they_have_one_reference() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, dra
     assert legend is not None
     assert [text.get_text().partition(":")[0] for text in legend.texts] == ["keys (in use)", "discriminant", "eq. 13"]
     assert f"{outcome['keys']['agnews']:.1f}" in [text.get_text() for text in axes.texts]
+
+
+def test_rows_of_the_confusion_are_in_the_order_of_its_columns(make_routed: Make) -> None:
+    """A record has them by name."""
+    tasks = ["yahoo", "dbpedia", "agnews"]
+    result = json.loads(json.dumps(make_routed(tasks), sort_keys=True))
+    axes = confusion_figure([result]).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == tasks
+    assert [label.get_text() for label in axes.get_xticklabels()] == tasks
 
 
 def test_the_confusion_is_that_of_the_router_that_chose(make_routed: Make) -> None:

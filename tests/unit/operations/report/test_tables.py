@@ -17,6 +17,7 @@ from raycl.operations.report.latex import escaped
 from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, seed_matrices, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
+    general_table,
     matrix_table,
     routing_comparison,
     routing_table,
@@ -158,10 +159,24 @@ def test_a_papers_numbers_stand_beside_ours(make_result: Make, tmp_path: Path) -
     assert " ".join(cells(lora)[4:]).startswith("81.7 ± 0.0 – 12.5 ± 0.0 – -12.5 ± 0.0 – 75.0 s")
     assert source.strip() == "published: SAPT, table 2"
     row, other = csv.DictReader(io.StringIO(to_csv(results)))
+    marks = {"full": {"bwt": "-1.30 is the mean of its orders"}}
+    published.model_copy(update={"contradicted": marks}).write(folder)
+    marked = str(comparison_table(compare(find_results(tmp_path))))
+    assert " -1.25* " in marked and marked.rstrip().endswith("* sapt, BWT: -1.30 is the mean of its orders")
     assert [row["ap_published"], row["bwt_published"], row["published"]] == ["82.02", "-1.25", "SAPT, table 2"]
     assert [other["ap_published"], other["published"]] == ["", ""] and "f_ra_published" not in row
     alone = find_results(tmp_path / "full-s0")
     assert "published" not in str(comparison_table(compare(alone))) and "published" not in to_csv(alone)
+
+
+def test_general_ability_has_a_difference_for_each_task(make_result: Make) -> None:
+    before, after = (
+        {"cells": {name: {"value": value, "extra": {}} for name, value in scores.items()}, "mean": mean}
+        for scores, mean in (({"arc": 50.0, "piqa": 60.0}, 55.0), ({"arc": 30.0, "piqa": 60.0}, 45.0))
+    )
+    general = {"before": before, "phases": [None, None, after], "after": after, "delta": -10.0}
+    lines = str(general_table(make_result() | {"general": general})).splitlines()
+    assert cells(next(line for line in lines if "delta" in line)) == ["delta", "-20.0", "+0.0", "-10.0"]
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
