@@ -294,7 +294,8 @@ class ServingEngine:
         for group in self._groups(labelled):
             self._isolated(self._labelled, group, lambda prepared: prepared.request)
         ended_s = time.monotonic()
-        self._expected = min(len(labelled) + len(self._waiting) + self._inbox.qsize(), self.max_batch)
+        soon = len(labelled) + len(self._waiting) + self._inbox.qsize()
+        self._expected = min(soon, self.max_batch) if labelled else 0
         self._gathered_s = ended_s + GATHER * (ended_s - began_s)
 
     def _isolated(
