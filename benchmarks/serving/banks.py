@@ -54,14 +54,15 @@ def drawn_router(tasks: int, slots: int, groups: int, top_k: int) -> tuple[SlotR
     return router, keys, texts
 
 
-def texts_of(count: int) -> list[str]:
-    """Return different sentences of fourteen words."""
+def texts_of(count: int, least: int = 14, most: int = 14) -> list[str]:
+    """Return different sentences of so many words, each number of them as often as another."""
     words = WORDS.split()
 
     def word(number: int, position: int) -> str:
         return words[(number * 7 + position * (number % 5 + 1)) % len(words)]
 
-    return [" ".join(word(number, index) for index in range(14)) + f" {number}" for number in range(count)]
+    sizes = [least + number * 11 % (most - least + 1) for number in range(count)]
+    return [" ".join(word(number, index) for index in range(size)) + f" {number}" for number, size in enumerate(sizes)]
 
 
 def drawn(shapes: dict[str, tuple[int, int]], rank: int, draw: torch.Generator, labels: bool = True) -> AdapterState:

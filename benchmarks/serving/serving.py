@@ -58,6 +58,9 @@ SETTINGS = (
 )
 KINDS = ("minilm", "mini-llama")
 
+UNLIKE_WORDS = (4, 50)
+"""Words of the shortest and the longest of texts of unlike lengths."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags of sizes; the defaults end within five minutes on two cores."""
@@ -127,9 +130,17 @@ def _labels(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         first = rounds.load_tests[name].by(options.clients, options.warm_s if name.startswith("d ") else 2.0)
         if name.startswith("d "):
             yield Figure(f"({name}) answers in the first {options.warm_s:g} s", first.rate, "/s")
+    unlike = texts_of(UNLIKE, *UNLIKE_WORDS)
+    bodies = [{"input": text, "model": PLAIN} for text in unlike]
+    rounds.load_tests["c unlike"] = LoadTest(rounds.load_tests["c"].url, bodies)
     for _ in range(options.rounds):
         rounds.measure()
     yield from rounds.figures()
+    count = min(len(item.ms) for item in rounds.seen["c unlike"])
+    tokens = [model.tokens(some[:count]) for some in (unlike, texts)]
+    ratio = _ratio(*([item.rate for item in rounds.seen[name]] for name in ("c unlike", "c"))) * tokens[0] / tokens[1]
+    detail = f"{UNLIKE_WORDS[0]} to {UNLIKE_WORDS[1]} words, {tokens[0] / count:.0f} tokens on average"
+    yield Figure("texts of unlike lengths over (c), tokens per second", ratio, "x", 0.75, ">=", detail)
     yield from _following(banks[options.adapters[-1]], rounds.load_tests[variants[-1][0]].url, options)
 
 
@@ -246,6 +257,10 @@ class InProcessModel:
             self.answer(texts[first : first + self.batch])
             done += self.batch
         return done / (time.perf_counter() - began), (time.process_time() - cpu) / done
+
+    def tokens(self, texts: Sequence[str]) -> int:
+        """Return how many tokens the backbone reads of texts."""
+        return sum(map(len, self.backbone.codec.encode_source(texts)))
 
     def one_ms(self, texts: Sequence[str]) -> float:
         """Measure one text alone after a pause as between two requests, when caches are cold."""

@@ -283,6 +283,29 @@ def batches_of(sources: Sequence[Sequence[int]], size: int, pad_id: int, device:
         yield batch_of(sources[start : start + size], pad_id).to(device)
 
 
+BATCH_TOKENS = 80
+"""Time of a batch on a CPU beside that of its tokens, in tokens (MiniLM: 40 to 160 are equally fast)."""
+
+
+def parts_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return rows, each once, in batches of similar lengths, so that a CPU computes little padding.
+
+    Of all divisions it has the fewest padded tokens, with `BATCH_TOKENS` more for each batch.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    tokens, begins = [0], [0]  # of the batches of the first rows: their tokens, and where the last one begins
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        most, begin = min((tokens[begin] + (end - begin) * longest, begin) for begin in range(end))
+        tokens.append(most + BATCH_TOKENS)
+        begins.append(begin)
+    parts, end = [], len(order)
+    while end:
+        parts.append(order[begins[end] : end])
+        end = begins[end]
+    return parts[::-1]
+
+
 def padded(rows: Sequence[Sequence[int] | NDArray[np.int32]], value: int, least: int = 0) -> Tensor:
     """Return `[len(rows), longest]` int64, at least `least` wide, padded on the right with `value`."""
     width = max([least, *map(len, rows)])

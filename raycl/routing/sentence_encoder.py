@@ -23,6 +23,7 @@ from raycl.backbone.model_files import ONE_AT_A_TIME, FetchedFiles, folder_of, o
 from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import positions_of
 from raycl.config import Section
+from raycl.data.loader import parts_by_length
 from raycl.errors import RetrievalError, StorageError
 from raycl.progress import counted_off
 from raycl.storage import Storage
@@ -173,10 +174,13 @@ class SentenceEncoder:
         by_length = sorted(range(len(texts)), key=lambda row: len(lengths[row]))
         queries: Tensor | None = None
         for first in counted_off(range(0, len(texts), self.config.batch_size), "encoding texts, batches"):
-            rows = by_length[first : first + self.config.batch_size]
-            part = self._passed([texts[row] for row in rows])
-            queries = torch.zeros(len(texts), part.shape[1]) if queries is None else queries
-            queries[rows] = part
+            batch = by_length[first : first + self.config.batch_size]
+            tokens = [min(len(lengths[row]), limit) for row in batch]
+            for part in parts_by_length(tokens) if model.device.type == "cpu" else [range(len(batch))]:
+                rows = [batch[number] for number in part]
+                found = self._passed([texts[row] for row in rows])
+                queries = torch.zeros(len(texts), found.shape[1]) if queries is None else queries
+                queries[rows] = found
         assert queries is not None, "no texts"
         bad = ~torch.isfinite(queries).all(1)
         if bool(bad.any()):

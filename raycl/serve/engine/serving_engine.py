@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raycl.adapters.state import check_alone
 from raycl.backbone.codec import HFCodec
-from raycl.data.loader import batch_of
+from raycl.data.loader import batch_of, parts_by_length
 from raycl.data.prepare import fit_targets
 from raycl.data.prompts import Prompt
 from raycl.errors import AdapterError, BankError, ConfigError, RayclError
@@ -435,7 +435,8 @@ class ServingEngine:
     # ---- labels ----------------------------------------------------------------------------------------------
 
     def _groups(self, ready: list[PreparedRequest]) -> list[list[PreparedRequest]]:
-        """Return batches whose adapters fit on the device together and whose heads go by one rule."""
+        """Return batches whose adapters fit on the device together and whose heads go by one rule, on a CPU of similar
+        lengths."""
         groups: list[list[PreparedRequest]] = []
         for prepared in ready:
             for group in groups:
@@ -445,7 +446,13 @@ class ServingEngine:
                     break
             else:
                 groups.append([prepared])
-        return groups
+        if self.model.backbone.device.type != "cpu":
+            return groups
+        return [
+            [group[row] for row in rows]
+            for group in groups
+            for rows in parts_by_length([len(prepared.ids) for prepared in group])
+        ]
 
     @torch.no_grad()
     def _labelled(self, ready: list[PreparedRequest]) -> list[PreparedRequest]:

@@ -11,7 +11,7 @@ from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycl.data.loader import Collate, GlobalOrder, Loader, check_batch, eval_batches
+from raycl.data.loader import BATCH_TOKENS, Collate, GlobalOrder, Loader, check_batch, eval_batches, parts_by_length
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.types import IGNORE, Batch
@@ -148,3 +148,22 @@ def test_batch_sizes_that_do_not_fit_get_their_neighbours() -> None:
 def test_order_and_tables_must_agree(tables: tuple[TokenTable, TokenTable]) -> None:
     with pytest.raises(AssertionError, match="cover exactly"):
         Loader(Collate(tables, 0), GlobalOrder(44, 12, 1, 0), 2)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], [5], [9] * 40, [300, 2, 150, 2, 160], list(range(1, 60)), [17] * 20 + [18] * 12]
+)
+def test_rows_of_similar_lengths_are_computed_together(lengths: list[int]) -> None:
+    parts = parts_by_length(lengths)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+
+    def cost(parts: Sequence[Sequence[int]]) -> int:
+        return sum(len(part) * max(lengths[row] for row in part) + BATCH_TOKENS for part in parts)
+
+    assert cost(parts) <= cost([range(len(lengths))] if lengths else [])
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for first in range(1, len(order)):  # no other division in two or three has fewer
+        for second in range(first, len(order)):
+            others = [part for part in (order[:first], order[first:second], order[second:]) if part]
+            assert cost(parts) <= cost(others)
+    assert len(set(lengths)) > 1 or len(parts) <= 1, "nothing is gained by dividing equal lengths"
