@@ -278,7 +278,7 @@ def _add_tasks(app: FastAPI, service: Service, has_keys: bool) -> None:
             {
                 "name": task.name,
                 "labels": None if task.labels is None else list(task.labels),
-                "definition": task.definition,
+                "definition": task.definition or task.system,
                 "examples": texts.get(task.name, []),
             }
             for task in active.tasks
