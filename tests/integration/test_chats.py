@@ -91,6 +91,12 @@ def test_the_bare_backbone_gets_the_turns_of_its_own_row(talks: Storage) -> None
                 assert result["raycl"]["adapters"] == {}
 
 
+def test_conversations_of_one_message_are_examples_of_the_playground(talks: Storage) -> None:
+    with serving(talks.sub("bank").uri) as served:
+        tasks = served.ask("/v1/tasks")[1]["data"]
+    assert [task["examples"] for task in tasks] == [["the fire is", "the sky is"], ["the barks is", "the purrs is"]]
+
+
 def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
     config: Config, talks: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 
 from raycl import __version__
 from raycl.bank import Snapshot
+from raycl.data.sources.conversation import messages_of
 from raycl.data.stream import Stream
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
@@ -377,9 +378,12 @@ class Examples:
             return {}
 
     def _of_task(self, stream: Stream, task: Task) -> list[str]:
-        """Return the first test texts that are not too long."""
+        """Return the first test texts that are not too long; of conversations those that are one message."""
         source = stream.source(task, "test")
-        if source is None or stream.is_chat(task):
+        if source is None:
             return []
         texts = source.open().values("text", stream.rows(task, "test")[:READ])
+        if stream.is_chat(task):
+            conversations = map(messages_of, texts)
+            texts = [only.content for only, *others in conversations if only.role == "user" and not others]
         return [text for text in texts if text.strip() and len(text) <= LONGEST][: self._count]
