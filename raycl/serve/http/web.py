@@ -14,7 +14,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 
 from raycl import __version__
 from raycl.bank import Snapshot
-from raycl.data.sources.conversation import messages_of
+from raycl.data.sources.conversation import is_one_message, messages_of
 from raycl.data.stream import Stream
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
@@ -384,6 +384,5 @@ class Examples:
             return []
         texts = source.open().values("text", stream.rows(task, "test")[:READ])
         if stream.is_chat(task):
-            conversations = map(messages_of, texts)
-            texts = [only.content for only, *others in conversations if only.role == "user" and not others]
+            texts = [messages_of(text)[0].content for text in texts if is_one_message(text)]
         return [text for text in texts if text.strip() and len(text) <= LONGEST][: self._count]
