@@ -161,7 +161,9 @@ class TaskInfo(Section):
     )
     system: str = Field("", description="system message of conversations without one")
     definition: str = Field("", description="instruction in what stood before the texts; empty: none, or `system`")
-    conversations: bool = Field(False, description="inputs were conversations, of any number of turns")
+    conversations: bool = Field(
+        False, description="inputs were conversations, some of them with more than a message of the user"
+    )
 
 
 class RouterInfo(Section):

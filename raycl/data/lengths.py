@@ -51,7 +51,8 @@ def fit_lengths(stream: Stream, codec: TextCodec, positions: Positions) -> Strea
             own, answer = stream.config.limits_of(task.name)
             if task.name in long:
                 own = int(min(own, most_source))
-                own = own if leaves_room(stream.prompt(task, codec), codec, own) else int(most_source)
+                fits = not stream.is_chat(task) and leaves_room(stream.prompt(task, codec), codec, own)
+                own = own if fits else int(most_source)  # tools of conversations are not cut
             answer = int(min(answer, most_target)) if task.name in wordy else answer
             found[task.name] = _longest(_tables(stream, task, codec, TokenLimits(own, answer)))
     fitting = {name: int(min(most_target, max(USUAL_LENGTHS[1], found[name].target))) for name in wordy}

@@ -174,9 +174,10 @@ class Prompt:
                 last = (*last[:index], last[index]._replace(content=content), *last[index + 1 :])
         if tokens <= limit:
             return text_of([*system, *last])
+        results = ", tools or shorter results" if has_tool_turns(text) else ""
         raise ConversationError(
             f"a conversation of {len(last)} messages has {tokens} tokens without its contents, and prompts have at "
-            f"most {limit}: send fewer messages{', tools or shorter results' if has_tool_turns(text) else ''}"
+            f"most {limit} (the run's stream.max_source_tokens): send fewer messages{results}"
         )
 
 

@@ -62,7 +62,9 @@ class RecordedTask(Section):
     chat_template: str = Field("", description="Jinja source of the chat template; empty: none")
     system: str = Field("", description="system message of conversations without one")
     definition: str = Field("", description="instruction in what stood before the texts")
-    conversations: bool = Field(False, description="inputs were conversations, of any number of turns")
+    conversations: bool = Field(
+        False, description="inputs were conversations, some of them with more than a message of the user"
+    )
 
 
 class TaskSpec(Section):

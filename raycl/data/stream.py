@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from raycl.data.resolve import StreamPlan, TaskPlan, resolve
 from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, pick_reference, sample
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import Indices, cache_folder, key_of
-from raycl.data.sources.conversation import last_exchange, messages_of, text_of
+from raycl.data.sources.conversation import (
+    is_one_message,
+    last_exchange,
+    messages_of,
+    text_of,
+    without_tool_turns,
+)
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
 from raycl.data.tokens import Split, TokenTable
@@ -36,6 +43,9 @@ log: logging.Logger = logging.getLogger(__name__)
 BUILTIN_TRAIN_ROWS = 320
 BUILTIN_TEST_ROWS = 150
 """The number of test rows of a builtin task unless the config sets it."""
+
+READ = 1024
+"""Rows that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,16 @@ class OpenTask:
         if self.plan.recorded is not None:
             return self.plan.recorded.conversations
         return any(raw.is_chat for raw in self.raws.values())
+
+    @cached_property
+    def has_turns(self) -> bool:
+        """Return whether a conversation that is learned has more than a message of the user, besides tools."""
+        if self.plan.recorded is not None or not self.is_chat:
+            return self.is_chat
+        raw = self.raws["train"]
+        rows, columns = range(raw.count), raw.open()
+        batches = (columns.values("text", rows[start : start + READ]) for start in rows[::READ])
+        return not all(is_one_message(without_tool_turns(text)) for texts in batches for text in texts)
 
 
 @dataclass(frozen=True)
@@ -119,6 +139,10 @@ class Stream:
     def is_chat(self, task: Task) -> bool:
         """Return whether the task's texts stand for conversations."""
         return self._open[task.name].is_chat
+
+    def has_turns(self, task: Task) -> bool:
+        """Return whether a conversation of the task has more than a message of the user, besides tools."""
+        return self._open[task.name].has_turns
 
     def source(self, task: Task, split: Split) -> RawRows | None:
         """Return the rows that a split is taken from, which for carved splits are those of train; None: it has none."""

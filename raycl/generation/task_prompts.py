@@ -89,7 +89,7 @@ class TaskPrompts:
         prompts: task -> the prompt of its texts.
         routed_text: the text that the router was fitted on.
         rule: the rule for texts of no learned task.
-        conversations: the tasks whose inputs were conversations.
+        conversations: the tasks whose inputs were conversations, some of them with more than a message of the user.
     """
 
     router: Router | type[Router]
@@ -133,7 +133,7 @@ class TaskPrompts:
         """Return how a text is read.
 
         The router sees what it saw in training: of a conversation the last message of the user, unless a task that it
-        may select was learned from conversations.
+        may select was learned from conversations of more than that.
 
         Args:
             is_chat: it stands for a conversation (`raycl.data.sources.conversation`).
@@ -284,7 +284,7 @@ def task_prompts(snapshot: Snapshot, rule: UnknownRule) -> TaskPrompts:
 
 
 def tasks_of_conversations(snapshot: Snapshot) -> frozenset[str]:
-    """Return the tasks of a snapshot whose inputs were conversations."""
+    """Return the tasks of a snapshot whose inputs were conversations, some with more than a message of the user."""
     return frozenset(task.name for task in snapshot.tasks if task.conversations)
 
 

@@ -52,6 +52,11 @@ def served(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
         yield endpoint
 
 
+def test_instructions_of_the_tasks_are_listed(served: Served) -> None:
+    for task in served.ask("/v1/tasks")[1]["data"]:
+        assert task["definition"] == f"Answer with one of: {', '.join(task['labels'])}"
+
+
 def chatting(page: Page, served: Served) -> Page:
     page.goto(f"{served.url}/playground/chat.html")
     expect(page.locator("#snapshot")).to_have_text(re.compile(r"snapshot \d"))

@@ -13,7 +13,7 @@ from tiny import Lab, run
 
 from raycl.backbone import load_codec
 from raycl.cli import main
-from raycl.data.sources.conversation import messages_of
+from raycl.data.sources.conversation import Message, messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
@@ -38,6 +38,13 @@ def conversation(answers: dict[str, str], number: int) -> dict[str, Any]:
     turns += [("user", f"the {second} is very"), ("assistant", answers[second])]
     system = [("system", "runs warm")] if number % 3 == 0 else []
     return {"messages": [{"role": role, "content": content} for role, content in system + turns]}
+
+
+def question(answers: dict[str, str], number: int) -> dict[str, Any]:
+    """Return one question with its answer."""
+    word = list(answers)[number % 2]
+    turns = [("user", f"the {word} is"), ("assistant", answers[word])]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 Config = Callable[[str], RunConfig]
@@ -91,6 +98,12 @@ def test_the_bare_backbone_gets_the_turns_of_its_own_row(talks: Storage) -> None
                 assert result["raycl"]["adapters"] == {}
 
 
+def test_conversations_of_one_message_are_examples_of_the_playground(talks: Storage) -> None:
+    with serving(talks.sub("bank").uri) as served:
+        tasks = served.ask("/v1/tasks")[1]["data"]
+    assert [task["examples"] for task in tasks] == [["the fire is", "the sky is"], ["the barks is", "the purrs is"]]
+
+
 def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
     config: Config, talks: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,3 +153,22 @@ def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config
     for ids, text in zip(columns.source_ids, table.texts(range(24)), strict=True):
         shown = codec.shown(ids.tolist())
         assert len(ids) <= 14 and shown.endswith("Output : much") and messages_of(text)[-1].content in shown
+
+
+def test_a_router_of_single_questions_reads_the_last_message_alone(lab: Lab, tmp_path: Path) -> None:
+    """Earlier turns, even of the same task, are nothing that it was fitted on: a long talk counted as unknown."""
+    specs = []
+    for task, answers in WORDS.items():
+        (tmp_path / task).mkdir()
+        for split, rows in (("train", 12), ("test", 4)):
+            lines = [json.dumps(question(answers, number)) for number in range(rows)]
+            (tmp_path / task / f"{split}.jsonl").write_text("\n".join(lines))
+        specs.append({"name": task, "path": str(tmp_path / task)})
+    stream = {"tasks": specs, "max_source_tokens": 48}
+    config = lab.config("llama", "slm", backbone={"chat_template": TEMPLATE}, stream=stream)
+    bank, snapshot = snapshot_at(run(config, Storage.at(tmp_path / "run")).storage.sub("bank").uri)
+    asked = [Message("user", "the barks is")]
+    earlier = [Message("user", "the sky is"), Message("assistant", "blue")] * 3
+    with OfflineModel.open(bank, snapshot) as model:
+        alone, later = model.route([asked, [*earlier, *asked]])
+    assert alone == later

@@ -194,6 +194,11 @@ def answer_of(text: str) -> tuple[Message, ...]:
     return turn if is_turn else (Message("assistant", text),)
 
 
+def is_one_message(text: str) -> bool:
+    """Return whether a conversation is one message of the user alone."""
+    return [message.role for message in messages_of(text)] == ["user"]
+
+
 def has_tool_turns(text: str) -> bool:
     """Return whether a conversation has tools, calls of them or their results."""
     return "<|tool" in text and any(message.role in get_args(ToolRole) for message in messages_of(text))

@@ -14,6 +14,7 @@ from starlette.middleware.errors import ServerErrorMiddleware
 
 from raycl import __version__
 from raycl.bank import Snapshot
+from raycl.data.sources.conversation import is_one_message, messages_of
 from raycl.data.stream import Stream
 from raycl.errors import BankError, RayclError
 from raycl.launch.http.page_files import add_page
@@ -278,7 +279,7 @@ def _add_tasks(app: FastAPI, service: Service, has_keys: bool) -> None:
             {
                 "name": task.name,
                 "labels": None if task.labels is None else list(task.labels),
-                "definition": task.definition,
+                "definition": task.definition or task.system,
                 "examples": texts.get(task.name, []),
             }
             for task in active.tasks
@@ -377,9 +378,11 @@ class Examples:
             return {}
 
     def _of_task(self, stream: Stream, task: Task) -> list[str]:
-        """Return the first test texts that are not too long."""
+        """Return the first test texts that are not too long; of conversations those that are one message."""
         source = stream.source(task, "test")
-        if source is None or stream.is_chat(task):
+        if source is None:
             return []
         texts = source.open().values("text", stream.rows(task, "test")[:READ])
+        if stream.is_chat(task):
+            texts = [messages_of(text)[0].content for text in texts if is_one_message(text)]
         return [text for text in texts if text.strip() and len(text) <= LONGEST][: self._count]

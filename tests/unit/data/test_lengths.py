@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+from chat_samples import chat_codec
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
 from raycl.data.lengths import Positions, fit_lengths, lines_of_cuts, measure_cuts
 from raycl.data.settings import MOST_LENGTHS, USUAL_LENGTHS
+from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 
 ENDLESS = Positions(math.inf, math.inf)
 LONG = ("word " * 300, "World")
@@ -51,3 +55,17 @@ def test_positions_and_ceilings_end_lengths_and_cuts_are_said(write_task: WriteT
         advice = "max_source_tokens_by_task.agnews=" if endless else "choose a backbone with more positions"
         assert f" cut to {most[0]} tokens: their inputs lose the end" in line and advice in line
         assert " 1 tokens" not in line and " on average and " in line
+
+
+def test_tools_that_take_more_than_the_usual_tokens_are_whole(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "description": "how warm a city is " * 9}}
+    messages = [{"role": "user", "content": "the sky is"}, {"role": "assistant", "content": "blue"}]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"tools": [tool], "messages": messages}) + "\n")
+    config = StreamConfig(tasks=(TaskSpec(name="chat", path=str(tmp_path)),), dev_fraction=0, cache_dir=str(tmp_path))
+    codec = chat_codec("bytes", "in-tags")
+    stream = fit_lengths(open_stream(config, seed=0), codec, ENDLESS)
+    source, target = stream.token_limits
+    assert USUAL_LENGTHS[0] < source < MOST_LENGTHS[0] and target == USUAL_LENGTHS[1]
+    codec.max_source_tokens, codec.max_target_tokens = source, target
+    assert measure_cuts(stream, codec, ENDLESS) == {}
