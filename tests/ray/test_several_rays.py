@@ -308,7 +308,7 @@ def test_endpoints_of_one_named_cluster(
     url = address_of(second)
     assert url == f"http://127.0.0.1:{port}/second"
     answers = killed_under_load(url, "raycl-second")
-    # 408, as rarely: Serve gives a request whose body the killed replica had read to another one, without the body
+    # rarely 408: Serve gives a request whose body the killed replica had read to another one, without the body
     assert {answer.status_code for answer in answers} - {408} == {200, 503}
     assert all(
         "send the request again" in answer.json()["error"]["message"] for answer in answers if answer.status_code == 503
