@@ -143,6 +143,7 @@ class ResponseMetadata:
         ood_distance: the distance behind the score, which has no upper limit. unknown: the text counts as one of no
             learned task; None: not known.
         queue_ms, retrieval_ms: time in the queue, and of routing (encoder, search, weights; shared by a routed batch).
+        batch: number of texts that were routed together.
     """
 
     snapshot: int

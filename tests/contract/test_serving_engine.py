@@ -144,7 +144,7 @@ def test_a_batch_of_labels_waits_for_clients_that_were_just_answered(taught: Tau
         others = [client.ask(text, sampling=None) for text in TEXTS[1:4]]
         assert [reply.metadata.batch for reply in (early, *others)] == [4] * 4
         engine.call(lambda: waits(0.05)).result()
-        assert client.ask(TEXTS[0], sampling=None).metadata.batch == 1, "nobody else came"
+        assert client.ask(TEXTS[0], sampling=None).metadata.batch == 1, "no other text came"
 
 
 @pytest.mark.parametrize(("kind", "method"), [("bert", "slm"), ("bert", "sapt"), ("llama", "slm"), ("t5", "separate")])

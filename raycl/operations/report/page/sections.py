@@ -74,19 +74,19 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
         RunError: no method has this name.
     """
     verdicts = [_verdicts(results, against, measure) for measure in ("ap", "f_ra")]
-    benches: dict[str, list[Tree]] = {}
+    by_stream: dict[str, list[Tree]] = {}
     for result in results:
-        benches.setdefault(f"{stream_of(result)}, {backbone_of(result)}", []).append(result)
-    if len(benches) < 2:
-        return [*_of_one_bench(results, verdicts), _origin(results)]
+        by_stream.setdefault(f"{stream_of(result)}, {backbone_of(result)}", []).append(result)
+    if len(by_stream) < 2:
+        return [*_of_one_stream(results, verdicts), _origin(results)]
     made = []
-    for bench, some in benches.items():
-        theirs = [[verdict for verdict in each if verdict.where == bench] for each in verdicts]
-        made += [replace(part, title=f"{part.title}: {bench}") for part in _of_one_bench(some, theirs)]
+    for stream, some in by_stream.items():
+        theirs = [[verdict for verdict in each if verdict.where == stream] for each in verdicts]
+        made += [replace(part, title=f"{part.title}: {stream}") for part in _of_one_stream(some, theirs)]
     return [*made, _origin(results)]
 
 
-def _of_one_bench(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]) -> list[PageSection]:
+def _of_one_stream(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]) -> list[PageSection]:
     """Return the sections of runs on one stream with one backbone; methods on different ones are not compared."""
     matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
     lines = compare(results)
