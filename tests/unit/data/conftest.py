@@ -1,20 +1,27 @@
-"""Real files and a real tokenizer (the one packaged with MiniLM) for the data tests."""
+"""Real files and a real tokenizer (the one packaged with MiniLM) for the data tests.
+
+raycl is imported where it is needed: pytest imports this file before it starts the processes that get tests.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
-from raycl.data.stream import Stream
+if TYPE_CHECKING:
+    from data_samples import MiniLMCodec, WriteTask
+
+    from raycl.data.stream import Stream
 
 
 @pytest.fixture(scope="session")
 def codec() -> MiniLMCodec:
+    from data_samples import MiniLMCodec
+
     return MiniLMCodec()
 
 
@@ -51,4 +58,6 @@ def write_task(tmp_path: Path) -> WriteTask:
 @pytest.fixture
 def agnews(write_task: WriteTask) -> Iterator[Stream]:
     """Yield a stream of one task with 100 train and 10 test rows."""
+    from data_samples import news, open_agnews
+
     yield open_agnews(write_task("agnews", news(100), news(10, 100)))

@@ -1,4 +1,7 @@
-"""Made-up result files: what finished runs leave behind."""
+"""Made-up result files: what finished runs leave behind.
+
+raycl is imported where it is needed: pytest imports this file before it starts the processes that get tests.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-
-from raycl.operations.report import plots
 
 WORKED: list[list[float | None]] = [[90.0, None, None], [80.0, 85.0, None], [70.0, 80.0, 95.0]]
 
@@ -107,6 +108,8 @@ def make_result() -> Callable[..., dict[str, Any]]:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Return the figures behind the files written in a test."""
+    from raycl.operations.report import plots
+
     figures: list[Figure] = []
     save = plots.save_png
 
