@@ -226,6 +226,8 @@ def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:
         lines += [f"     -> {example.target}", *_tokens(example.target_tokens, " with loss")]
         blocks.append(Padding(Text("\n".join(lines)), (0, 0, 0, 2)))
     blocks += [Text(f"read: {note}") for note in check.notes]
+    if check.unread:
+        blocks.append(Text(f"not read: {check.unread} is read under stream.dev=file only; dev rows are those of train"))
     blocks += [Text(f"cut: {line}") for line in check.cut]
     if check.mistakes:
         mistakes = edgeless(("probably wrong", "count", "what mends it", "which"), words=(0, 2, 3))

@@ -89,6 +89,7 @@ class TaskCheck:
 
     Attributes:
         kind: `labels`, `free text`, `conversations`, or `texts` (without answers).
+        unread: address of a dev file that is there and is not read, since `stream.dev` is not file; "": there is none.
         notes: unusual ways in which its files were read. cut: what is cut of its rows, and how to keep it.
         mistakes: probable mistakes. problem: reason why a run could not start; "": it could.
     """
@@ -99,6 +100,7 @@ class TaskCheck:
     labels: tuple[str, ...] | None
     splits: dict[str, SplitCheck] = field(default_factory=dict)
     examples: list[Example] = field(default_factory=list)
+    unread: str = ""
     notes: list[str] = field(default_factory=list)
     cut: list[str] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
@@ -120,6 +122,7 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     is_chat = any(raw is not None and raw.is_chat for raw in raws.values())
     kind = "conversations" if is_chat else "free text" if task.labels is None else "labels"
     check = TaskCheck(task.name, "texts" if task.objective != "answer" else kind, task.metric, task.labels)
+    check.unread = stream.unread_dev(task)
     for split, raw in raws.items():
         rows = stream.rows(task, split)
         if raw is not None and len(rows):

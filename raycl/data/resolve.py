@@ -5,7 +5,7 @@ Named benchmarks, folders of tasks, custom tasks and the builtin stream all end 
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class TaskPlan:
         around: text between instruction and input, and behind the input, in the prompt `trace`.
         recorded: the task has no data; this is what is known of it.
         type: the task's kind.
+        unread_dev: address of a dev file that is left out, since `stream.dev` is not file; "": there is none.
         is_own: neither the task nor one that it is like belongs to a named benchmark or to the builtin stream.
     """
 
@@ -63,6 +64,7 @@ class TaskPlan:
     around: tuple[str, str] = ("", "")
     recorded: RecordedTask | None = None
     type: str = ""
+    unread_dev: str = ""
     is_own: bool = False
 
 
@@ -220,7 +222,8 @@ def _builtin(name: str, config: StreamConfig) -> TaskPlan:
 
 def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: StreamConfig) -> TaskPlan:
     info = known or _UNKNOWN
-    files = _without_unused_dev(located.files, config)
+    files = dict(located.files)
+    unread = _taken_dev(files, config)
     labels, prompt, definition = info.labels, info.prompt, info.instruction
     first = next(iter(files.values()))
     is_olora = isinstance(first, SourceFile) and first.name.endswith(".json") and is_list(first)
@@ -232,7 +235,7 @@ def _known(name: str, known: PublishedTask | None, located: TaskFolder, config: 
     reading = FileReading("auto", info.columns, labels, info.unlabelled, keep, words=words, around=around)
     metric = _metric(info.metric if known else None, labels, config)
     folder = located.folder.uri.rpartition("/")[2]
-    more: dict[str, Any] = {"around": info.around, "type": info.type}
+    more: dict[str, Any] = {"around": info.around, "type": info.type, "unread_dev": unread}
     return TaskPlan(name, files, reading, metric, definition, info.group, folder, prompt, **more)
 
 
@@ -254,6 +257,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
             spec.name, {}, FileReading(labels=spec.recorded.labels), spec.recorded.metric, recorded=spec.recorded
         )
     files, folder = _task_files(spec, config, needed)
+    unread = _taken_dev(files, config)
     given = {"train": spec.train, "dev": spec.dev, "test": spec.test}
     files |= {split: _source(uri, config) for split, uri in given.items() if uri is not None}
     for split in needed:
@@ -282,6 +286,7 @@ def _custom(spec: TaskSpec, config: StreamConfig, needed: Sequence[str]) -> Task
     metric = _metric(spec.metric or (info.metric if spec.like else None), labels, config)
     definition = info.instruction if spec.definition is None else spec.definition
     more: dict[str, Any] = {"dataset": spec.name, "prompt": info.prompt, "type": spec.type or info.type}
+    more["unread_dev"] = "" if "dev" in files else unread
     return TaskPlan(spec.name, files, reading, metric, definition, **more, around=info.around, is_own=spec.like is None)
 
 
@@ -330,7 +335,7 @@ def _task_files(
             f"task '{spec.name}' names a config or splits of '{spec.path}': datasets in the hub's layout are read from "
             f"local folders and {HUB} names, copy it to one"
         )
-    files: dict[str, Source] = dict(_without_unused_dev({} if named else there, config))
+    files: dict[str, Source] = {} if named else dict(there)
     absent = [split for split in needed if split not in files and getattr(spec, split) is None]
     if named or (absent and folder.is_local and is_dataset_folder(Path(spec.path))):
         return _hub_files(spec, config), None
@@ -410,8 +415,10 @@ def _columns(names: ColumnNames) -> Columns:
     )
 
 
-def _without_unused_dev(files: Mapping[str, Source], config: StreamConfig) -> Mapping[str, Source]:
-    return {split: file for split, file in files.items() if split != "dev" or config.dev == "file"}
+def _taken_dev(files: MutableMapping[str, Any], config: StreamConfig) -> str:
+    """Take a dev file out of a task's files unless `stream.dev` is file, and return its address; "": none is taken."""
+    dev = files.pop("dev", None) if config.dev != "file" else None
+    return "" if dev is None else str(dev.uri)
 
 
 def _labels_file(folder: Storage) -> tuple[str, ...] | None:

@@ -149,6 +149,10 @@ class Stream:
         raws = self._open[task.name].raws
         return raws.get(split) or raws.get("train")
 
+    def unread_dev(self, task: Task) -> str:
+        """Return the address of a dev file of the task that is not read, since `stream.dev` is not file; "": none."""
+        return self._open[task.name].plan.unread_dev
+
     def carves_test(self, task: Task) -> bool:
         """Return whether test rows are taken from the task's one file."""
         raws = self._open[task.name].raws

@@ -222,3 +222,22 @@ def test_what_is_checked_is_named_once(words: list[str], capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main.main(["data", "check", *words])
     assert "expected one PATH, --config FILE, or stream.name=ORDER" in capsys.readouterr().err
+
+
+def test_a_dev_file_that_is_not_read_is_named(
+    tmp_path: Path, codec: MiniLMCodec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = task(tmp_path / "t", rows(60), rows(60, 100))
+    assert main.main(["data", "check", path, "--examples", "0"]) == 0
+    assert "not read" not in capsys.readouterr().out, "there is none"
+    file = Path(path, "validation.jsonl")
+    file.write_text(Path(path, "test.jsonl").read_text())
+    assert main.main(["data", "check", path, "--examples", "0"]) == 0
+    said = f"not read: {file} is read under stream.dev=file only; dev rows are those of train"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main.main(["data", "check", path, "--examples", "0", "stream.dev=file"]) == 0
+    assert "not read" not in capsys.readouterr().out
+    assert checked(codec, path, {"dev": str(file)}).unread == "", "a file that is named is read"
+    released = StreamConfig(root=str(tmp_path), tasks=("t",))
+    stream = open_stream(released, seed=0)
+    assert check_task(stream, stream.tasks[0], codec, seed=0).unread == str(file), "by its name in a folder of tasks"
