@@ -34,8 +34,8 @@ class UnknownTextError(InvalidRequestError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the text is unlike those of all learned tasks, and this endpoint answers no such text (unknown=refuse): "
-            "ask about what was learned, or name a task as model"
+            "the text is unlike those of all learned tasks, and such texts get no answer (unknown=refuse): ask about "
+            "what was learned, or name a task (model=TASK at an endpoint, --task TASK of raycl predict)"
         )
 
 

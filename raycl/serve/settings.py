@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -11,11 +12,14 @@ from raycl import config as configs
 from raycl.backbone.model_files import resolve_path
 from raycl.bank.branches import MAIN, Branch, BranchName, is_branch_name, resolve
 from raycl.config import Location, PathOrUri, Section, trust
+from raycl.config.names import shown
 from raycl.config.trust import Permissions, announce, check_no_secret
 from raycl.config.unused import refuse, unused_written
 from raycl.metrics.settings import GeneralConfig
 from raycl.training.records.named_bank import bank_and_reference
 from raycl.types import UnknownPolicy
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class LimitsConfig(Section):
@@ -357,7 +361,10 @@ def load_serve_config(path: str | None, overrides: Sequence[str]) -> ServeConfig
         ConfigError: see `raycl.config.load`; or the file sets what only the command may allow (`config.trust`).
     """
     config = configs.load(ServeConfig, path, overrides)
-    announce(configs.as_tree(config), config.bank)
+    tree = configs.as_tree(config)
+    for origin in tree["auth"].pop("allowed_origins"):
+        log.warning("web pages of %s may send requests (auth.allowed_origins)", shown(origin))
+    announce(tree, config.bank)
     source = "the config" if path is None else f"config file '{path}'"
     trust.require(trust.requested(configs.as_tree(config)), overrides, source)
     refuse(unused_written(path, overrides, config, lambda: configs.load(ServeConfig, path)), source)

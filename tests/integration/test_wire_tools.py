@@ -156,6 +156,7 @@ def test_calls_are_found_in_the_text(wire: Wire, stream: bool) -> None:
         chunks = list(answered(wire, ASK, **settings, stream=True))
         deltas = [chunk.choices[0].delta for chunk in chunks]
         assert "".join(delta.content or "" for delta in deltas).strip() == "is"
+        assert all(delta.model_fields_set for delta in deltas[:-1]), "OpenAI sends no empty delta but the last"
         (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
         assert call.index == 0
         finish = chunks[-1].choices[0].finish_reason

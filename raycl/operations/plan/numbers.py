@@ -37,7 +37,13 @@ from raycl.training.phase.data import order_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
 from raycl.training.setup.checks import make_modifiers
 from raycl.training.setup.lengths import with_lengths
-from raycl.training.setup.method_checks import check_engine, check_parallel, check_quantized
+from raycl.training.setup.method_checks import (
+    check_engine,
+    check_false_alarms,
+    check_parallel,
+    check_quantized,
+    check_unknown,
+)
 from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.types import Task
 
@@ -101,6 +107,9 @@ def opened(config: RunConfig) -> Opened:
     method = method_class(config.method.name)(settings, backbone, config.seed)
     check_parallel(config, method)
     check_quantized(config, method)
+    check_unknown(config, backbone.codec)
+    if has_rows:
+        check_false_alarms(config, stream)
     context = TrainingContext(
         info=info_of(config),
         stream=stream,

@@ -236,7 +236,8 @@ async def _pieces(
                         yield _chunk(options, head, number, "", None, call={"index": called, **call.tree()})
                         called += 1
                     finish = "tool_calls" if called and event.finish == "stop" else event.finish
-                    yield _chunk(options, head, number, text, finish, logprobs)
+                    if text or finish or logprobs:
+                        yield _chunk(options, head, number, text, finish, logprobs)
                 elif isinstance(event, TextDelta):
                     yield _chunk(options, head, number, event.text, event.finish, logprobs)
                 else:

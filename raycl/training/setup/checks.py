@@ -39,6 +39,7 @@ from raycl.training.setup.method_checks import (
     check_compiled,
     check_dropout,
     check_engine,
+    check_false_alarms,
     check_forms,
     check_objective,
     check_optimizer,
@@ -101,7 +102,8 @@ def check(config: RunConfig) -> Stream:
     check_selection(config, stream)
     check_unseen(config, stream, codec)
     check_general(config.eval.general, codec, config.backbone.name)
-    check_unknown(config, stream, codec)
+    check_unknown(config, codec)
+    check_false_alarms(config, stream)
     check_forms(config, skeleton, stream.tasks)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)

@@ -290,13 +290,13 @@ def check_objective(config: RunConfig, tasks: Sequence[Task]) -> None:
             )
 
 
-def check_unknown(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
-    """Check `eval.unknown`, which needs a router that knows its tasks' texts, and dev rows of the first task.
+def check_unknown(config: RunConfig, codec: TextCodec) -> None:
+    """Check `eval.unknown`, which needs a router that knows its tasks' texts.
 
     Raises:
-        ConfigError: it is bare or refuse, and the run cannot follow it.
+        ConfigError: it is bare or refuse, and the backbone or the method cannot follow it.
     """
-    policy, first = config.eval.unknown, stream.tasks[0]
+    policy = config.eval.unknown
     if policy == "nearest":
         return
     if policy == "bare" and codec.needs_labels:
@@ -310,6 +310,17 @@ def check_unknown(config: RunConfig, stream: Stream, codec: TextCodec) -> None:
             "publishes no statistics of its tasks' texts, with which a text of none of them would be found: use "
             "nearest, or a method whose router chooses by the text, such as slm or sapt"
         )
+
+
+def check_false_alarms(config: RunConfig, stream: Stream) -> None:
+    """Check `eval.false_alarms`, which needs dev rows of the first task where `eval.unknown` is bare or refuse.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if config.eval.unknown == "nearest":
+        return
+    first = stream.tasks[0]
     tasks = stream.tasks if config.stream.schedule == "joint" else (first,)
     kept = sum(min(KEPT, len(stream.rows(task, "dev"))) for task in tasks if stream.has_data(task))
     least = math.ceil(1 / config.eval.false_alarms - 1e-9) - 1

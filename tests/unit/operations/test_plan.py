@@ -365,6 +365,15 @@ def test_rows_are_as_long_as_the_longest_of_their_batch(lab: Lab) -> None:
     assert packed.mean["source"] < padded.mean["source"] <= padded.longest["source"]
 
 
+@pytest.mark.parametrize("named", [{}, {"name": "long-A", "tasks": None}])
+def test_a_rule_for_unknown_texts_that_a_run_refuses_has_no_plan(lab: Lab, named: dict[str, Any]) -> None:
+    """With the data and without it: what is wrong is the method."""
+    config = lab.config("llama", "lora", stream=named, eval={"unknown": "bare"})
+    said = "eval.unknown=bare: method 'lora' under stream.schedule=sequential publishes no statistics"
+    with pytest.raises(ConfigError, match=said):
+        plan(config, Cluster(GPUS["a100-80"], 1))
+
+
 def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="expected one of a10g-24"):
         train.run(parsed("train", ["--plan", "--gpu", "k80"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from raycl.errors import ConfigError
 from raycl.launch.http import connections
 from raycl.launch.http.connections import is_local, is_loopback
 from raycl.serve.http.access import AccessMiddleware, Keys, check_access, guarded
-from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig
+from raycl.serve.settings import AuthConfig, LimitsConfig, ServeConfig, load_serve_config
 
 
 @pytest.mark.parametrize("prefix", ["", "/", "/models/mine", "/models/mine/"])
@@ -81,6 +82,15 @@ def test_pages_of_other_origins_may_ask_where_the_setting_names_them(origins: li
     assert asked.headers.get("access-control-allow-origin", "") == PAGE * allowed
     if allowed:
         assert asked.status_code == 200 and "x-stainless-os" in asked.headers["access-control-allow-headers"]
+
+
+def test_origins_are_logged_as_pages_that_may_ask(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are no servers that raycl asks, as the addresses are of which it says that the config names them."""
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
+    load_serve_config(None, ["bank=b", f"auth.allowed_origins=[{PAGE}]"])
+    assert caplog.messages == [f"web pages of '{PAGE}' may send requests (auth.allowed_origins)"]
 
 
 def test_every_origin_is_allowed_with_keys_only(tmp_path: Path) -> None:
