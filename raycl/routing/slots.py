@@ -274,10 +274,16 @@ class SlotRouter:
             self._calibrator = OodCalibrator(lambda part: self.discriminant.relative_distances(part), samples)
         return self._calibrator
 
-    def novelty(self) -> dict[str, float]:
-        """Return the newest task and, in percent, how well its dev texts stood out before it was learned (AUROC).
+    def learned_scores(self) -> dict[str, Tensor]:
+        """Return task -> out-of-distribution scores of its dev texts; empty where no dev text was kept."""
+        if not self.samples:
+            return {}
+        return {task: self.ood_score(self.dev[task]) for task in self.tasks if len(self.dev.get(task, ()))}
 
-        Empty for the first task, and where dev texts are missing.
+    def outside_scores(self) -> dict[str, Tensor]:
+        """Return the newest task and the out-of-distribution scores that its dev texts had before it was learned.
+
+        Their mean says how well they stood out (AUROC). Empty for the first task, and where dev texts are missing.
         """
         *earlier, newest = self.tasks
         samples = [self.samples[task] for task in earlier if task in self.samples]
@@ -285,8 +291,7 @@ class SlotRouter:
         if not samples or queries is None or not len(queries):
             return {}
         before = Discriminant({task: self._statistics[task] for task in earlier})
-        scores = OodCalibrator(before.relative_distances, samples).scores(before.relative_distances(queries))
-        return {newest: 100 * float(scores.mean())}
+        return {newest: OodCalibrator(before.relative_distances, samples).scores(before.relative_distances(queries))}
 
     @property
     def _is_large(self) -> bool:

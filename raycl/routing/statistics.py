@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from raycl.errors import RetrievalError
 from raycl.routing.code_index import SAMPLE, CodeIndex, codes_pay
+from raycl.routing.score_summary import texts_below
 from raycl.types import Mixture
 
 KEPT = 64
@@ -74,6 +75,10 @@ class OodCalibrator:
         parts = torch.split(torch.cat([sample[:of_each] for sample in samples]), ROWS)
         self._known = torch.cat([distances(part) for part in parts]).sort().values
 
+    def __len__(self) -> int:
+        """Return the number of known texts."""
+        return len(self._known)
+
     def scores(self, distances_B: Tensor) -> Tensor:
         """Return `[B]` from 0 to 1: the share of known texts that are nearer to their nearest task than a text of this
         distance is to its.
@@ -86,16 +91,14 @@ class OodCalibrator:
         return torch.searchsorted(self._known, distances_B) / len(self._known)
 
     def threshold(self, false_alarms: float) -> float:
-        """Return the distance above which a text of the tasks lies with at most this probability.
-
-        It is the distance of the known text that has this share of all known texts and the new one behind it.
+        """Return the distance above which a text of the tasks lies with at most this probability (`texts_below`).
 
         Raises:
             RetrievalError: there are too few known texts for so small a share.
         """
         count = len(self._known)
-        place = math.ceil((count + 1) * (1 - false_alarms) - 1e-9)
-        if place > count:
+        place = texts_below(count, false_alarms)
+        if place is None:
             least = math.ceil(1 / false_alarms - 1e-9) - 1
             raise RetrievalError(
                 f"false_alarms={false_alarms:g} takes {least} kept dev texts, and there are {count}: use "

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from chromium import recorded
-from page_looks import SCHEMES, faults, window
+from page_looks import SCHEMES, Scheme, faults, window
 from playwright.sync_api import Browser
-from tiny import Complete
+from tiny import Complete, Lab, run
 
 from raycl.cli.main import main
+from raycl.storage import Storage
 
 METHODS = ("lora", "slm", "sapt")
 SECTIONS = (
@@ -73,6 +74,36 @@ def test_pictures_have_their_numbers_as_tables(written: Path, browser: Browser, 
     assert wider == 0, "where there is room no picture is cut"
     inks = page.locator("#routing svg text").evaluate_all("all => all.map(one => getComputedStyle(one).fill)")
     assert set(inks) == {"rgb(230, 228, 222)", "rgb(154, 162, 165)"}, "black and grey words are light on a dark page"
+    page.context.close()
+
+
+@pytest.fixture(scope="module")
+def scored(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """Return the folder of a run that keeps dev texts, and its page."""
+    folder = tmp_path_factory.mktemp("scored")
+    storage = Storage.at(folder / "run")
+    run(lab.config("bert", lab.slots(), stream={"dev_fraction": 0.3}, eval={"false_alarms": 0.2}), storage)
+    assert main(["report", storage.uri, "--html", str(folder / "report.html"), "--quiet"]) == 0
+    return storage
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_out_of_distribution_scores_are_drawn(scored: Storage, browser: Browser, width: int, scheme: Scheme) -> None:
+    page = window(browser, width, scheme)
+    page.goto(Path(scored.uri).with_name("report.html").as_uri())
+    section = page.locator("#out-of-distribution-scores")
+    section.locator("summary").click()
+    assert faults(page) == []
+    assert section.locator("figure").evaluate("figure => figure.scrollWidth <= figure.clientWidth"), "the whole picture"
+    words = set(section.locator("svg text").all_text_contents())
+    assert {"colour", "animal", "learned", "before it was learned", "threshold (0.2 false alarms)"} <= words
+    last = scored.read_json("results.json")["phase_summaries"][-1]["ood"]
+    rows = [row.split("\t") for row in section.locator("tbody tr").all_inner_texts()]
+    expected = [["colour", "learned"], ["animal", "learned"], ["animal", "before it was learned"]]
+    assert [row[:2] for row in rows] == expected
+    scores = [*last["learned"].values(), *last["outside"].values()]
+    assert sorted(row[2:7] for row in rows) == sorted([f"{score:.3f}" for score in part] for part in scores)
     page.context.close()
 
 

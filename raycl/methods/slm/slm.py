@@ -31,6 +31,7 @@ from raycl.methods.lora_settings import Rank, TargetModules
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter, PromptFormSetting, StartSettings
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.routers import without
+from raycl.routing.score_summary import QUANTILES
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.slot_keys import KeyConfig, check_keys, cosines, split_groups
 from raycl.routing.slot_weights import RetrievalConfig
@@ -295,13 +296,15 @@ class Slm(PerTaskAdapter):
         return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the share of dev texts in percent that each router sends to each task, and which router is used."""
-        confusion = self.router.confusion()
+        """Return the share of dev texts in percent that each router sends to each task, which router is used, and
+        quantiles of out-of-distribution scores."""
+        confusion, outside = self.router.confusion(), self.router.outside_scores()
         return super().summary(observed) | {
             "router": "task" if self._knows_task else self.router.kind,
             "found": self.router.dev_accuracy(confusion),
             "confusion": confusion,
-            "novelty": self.router.novelty(),
+            "novelty": {task: 100 * float(scores_B.mean()) for task, scores_B in outside.items()},
+            "ood": quantiles(self.router, outside),
             "truncated_queries": self.encoder.truncated,
             "key_similarity": similarity(self.router),
             "slot_similarity": newest_rows(self.router),
@@ -347,6 +350,26 @@ def _normal(low: Tensor, outputs: int, std: float) -> None:
 MOST_POINTS, MOST_TEXTS, PLANE_STEPS = 1000, 200, 500
 """The most sub-keys and dev texts for t-SNE, and its steps: about a second. Twice the steps do not improve it (a
 divergence of 0.62 with 500 and with 1,000)."""
+
+
+def quantiles(router: SlotRouter, outside: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return `QUANTILES` of the out-of-distribution scores of each task's dev texts; {} where none were kept.
+
+    `learned` has them for all tasks now, `outside` for the newest task before it was learned; `kept` is the number of
+    texts that all of them are compared with now.
+    """
+    learned = router.learned_scores()
+    if not learned:
+        return {}
+    parts = {"learned": learned, "outside": outside}
+    levels = torch.tensor(QUANTILES)
+    return {"kept": len(router.calibrated())} | {
+        part: {
+            task: [round(score, 4) for score in scores_B.cpu().quantile(levels).tolist()]
+            for task, scores_B in scores.items()
+        }
+        for part, scores in parts.items()
+    }
 
 
 def similarity(router: SlotRouter) -> list[list[float]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from raycl.config import Tree
 from raycl.errors import RunError
 from raycl.metrics.run_results import tasks_of, title_of
+from raycl.routing.score_summary import texts_below
 
 Value = TypeVar("Value")
 
@@ -46,6 +47,9 @@ class RouterSummary:
         confusion: kind -> task -> task that is chosen -> percent of the first one's dev texts; zeros are left out, and
             runs of earlier versions have none.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
+        kept: number of texts that the scores of learned tasks are compared with; 0: no scores were recorded.
+        learned: task -> quantiles (`QUANTILES`) of the out-of-distribution scores of its dev texts after the last task.
+        outside: the same before the task was learned. false_alarms: `eval.false_alarms`.
         owners: task of each row of `cosines`, which is a slot.
         cosines: symmetric, mean over groups.
         points: may be empty: t-SNE is left out for too few keys and for too many. texts: likewise, of dev texts.
@@ -56,6 +60,10 @@ class RouterSummary:
     found: dict[str, dict[str, float]]
     confusion: dict[str, dict[str, dict[str, float]]]
     novelty: dict[str, float]
+    kept: int
+    learned: dict[str, list[float]]
+    outside: dict[str, list[float]]
+    false_alarms: float | None
     owners: list[str]
     cosines: list[list[float]]
     points: list[Point]
@@ -81,6 +89,7 @@ class RouterSummary:
         owners = [
             name for name, summary in zip(names, phases, strict=False) for _ in summary.get("slot_similarity", ())
         ]
+        ood = [summary.get("ood") or {} for summary in phases]
         measured = [task for shares in shares_by_kind.values() for task in shares]
         return RouterSummary(
             used=str(last["router"]),
@@ -88,6 +97,10 @@ class RouterSummary:
             found=shares_by_kind,
             confusion=last.get("confusion", {}),
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
+            kept=int(ood[-1].get("kept", 0)),
+            learned=ood[-1].get("learned", {}),
+            outside={task: scores for part in ood for task, scores in part.get("outside", {}).items()},
+            false_alarms=(result["config"].get("eval") or {}).get("false_alarms"),
             owners=owners,
             cosines=[[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places],
             points=[
@@ -103,6 +116,19 @@ class RouterSummary:
     def confused(self) -> dict[str, dict[str, float]]:
         """The confusion of the kind that chose, where texts are routed, in the order of `tasks`."""
         return ordered(self.confusion.get(self.used, {}), self.tasks)
+
+    @property
+    def rated(self) -> list[str]:
+        """Tasks whose texts have out-of-distribution scores, learned or before."""
+        return [task for task in self.tasks if task in {*self.learned, *self.outside, *self.novelty}]
+
+    @property
+    def threshold(self) -> float | None:
+        """The out-of-distribution score from which on a text counts as one of no learned task; None: there is none."""
+        if not self.kept or self.false_alarms is None:
+            return None
+        below = texts_below(self.kept, self.false_alarms)
+        return None if below is None else below / self.kept
 
 
 def ordered(by_task: Mapping[str, Value], tasks: Sequence[str]) -> dict[str, Value]:

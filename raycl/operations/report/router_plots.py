@@ -5,6 +5,8 @@ Two tasks whose keys are confused are seen at a glance, in three panels that sha
 Colours as in `plots`. In the plane neighbouring tasks differ in colour and in marker; no pair comes twice in 56 tasks.
 """
 
+import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +26,7 @@ from raycl.operations.report.plots import (
     COLOUR_MAP,
     COLOURS,
     MARGIN,
+    arranged,
     axes_at,
     draw_cells,
     draw_scale,
@@ -42,6 +45,8 @@ NUMBERED_HEIGHT = 0.5
 BARELESS = "0.0 of its dev texts"
 """The text next to bars of length 0, which have no room for their numbers."""
 BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH, TEXTS_SIZE = 3.6, 1.5, 0.9, 4.0
+OOD_WIDTH, TITLE_LETTERS = 1.8, 34
+"""Inches of a panel of scores, which a phone shows whole, and letters of a line of its title."""
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
 
@@ -108,6 +113,54 @@ def texts_figure(results: Sequence[Tree]) -> Figure:
         axes = axes_at(figure, MARGIN, TEXTS_SIZE, TEXTS_SIZE, (ABOVE + TEXTS_SIZE + 0.2) * number + ABOVE)
         _draw_plane(axes, routing.tasks, routing.texts, f"{title}\ndev texts in the plane (t-SNE by cosine)")
     return figure
+
+
+def ood_figure(results: Sequence[Tree], widest: float = math.inf) -> Figure:
+    """Return a panel for each run: quantiles of the out-of-distribution scores of each task's dev texts.
+
+    Args:
+        widest: see `arranged`.
+    """
+    routings = [RouterSummary.of(result) for result in results]
+    heights = [max(1.0, NUMBERED_HEIGHT * len(routing.rated)) for routing in routings]
+    rooms = [(MARGIN + OOD_WIDTH + 0.3, ABOVE + height + BELOW) for height in heights]
+    figure, corners = arranged(rooms, widest=widest)
+    for title, routing, (left, top), height in zip(labels(results), routings, corners, heights, strict=True):
+        axes = axes_at(figure, left + MARGIN, OOD_WIDTH, height, top + ABOVE)
+        _draw_scores(axes, routing)
+        axes.set_title(textwrap.fill(title, TITLE_LETTERS), fontsize=9, loc="left", x=-0.5)
+    return figure
+
+
+def _draw_scores(axes: Axes, routing: RouterSummary) -> None:
+    """Draw for each task a line from 5 to 95 percent, thick from 25 to 75, with a mark at the median."""
+    tasks = routing.rated
+    parts = (("learned", routing.learned, COLOURS[0], "o"), ("before it was learned", routing.outside, COLOURS[1], "D"))
+    for place, (title, scores, colour, marker) in enumerate(parts):
+        for number, task in enumerate(tasks):
+            if task in scores:
+                low, lower, median, upper, high = scores[task]
+                row = number + 0.36 * (place - 0.5)
+                axes.plot((low, high), (row, row), color=colour, linewidth=1)
+                axes.plot((lower, upper), (row, row), color=colour, linewidth=8, solid_capstyle="butt")
+                axes.plot(median, row, marker, color=colour, markersize=5, markeredgecolor="white", label=title)
+                title = ""
+    means = [
+        (routing.novelty[task] / 100, number + 0.18) for number, task in enumerate(tasks) if task in routing.novelty
+    ]
+    if means:
+        axes.plot(*zip(*means, strict=True), "x", color="black", markersize=5, label="mean before it was learned")
+    if routing.threshold is not None:
+        label = f"threshold ({routing.false_alarms:g} false alarms)"
+        axes.axvline(routing.threshold, color="black", linewidth=1, linestyle="--", label=label)
+    axes.set_yticks(range(len(tasks)), short_names(tasks), fontsize=8)
+    axes.set(xlim=(-0.03, 1.03), ylim=(len(tasks) - 0.5, -0.5))
+    axes.set_xlabel("out-of-distribution score", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    below = -0.5 / (axes.bbox.height / axes.figure.dpi)
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.5, below), frameon=False, fontsize=8)
 
 
 def confusion_cells(routing: RouterSummary) -> NDArray[np.float64]:

@@ -53,6 +53,7 @@ from raycl.operations.report.run_comparison import (
     points_of,
     seed_matrices,
 )
+from raycl.routing.score_summary import QUANTILES
 from raycl.text_tables import edgeless, grid, render
 
 NOTHING = "–"
@@ -173,6 +174,29 @@ def routing_table(result: Tree) -> Page:
     table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
     head = f"dev texts that find their task, in percent: {title_of(result)}"
     return Page(Text(head), table, Text("; ".join(notes)))
+
+
+def ood_table(result: Tree) -> Page:
+    """Return quantiles of the out-of-distribution scores of each task's dev texts, learned and before, and the mean
+    of these, which is all that runs of earlier versions have.
+
+    Raises:
+        RunError: the run has no router.
+    """
+    routing = RouterSummary.of(result)
+    rows = []
+    for task in routing.rated:
+        if task in routing.learned:
+            rows.append([task, "learned", *(f"{score:.3f}" for score in routing.learned[task]), ""])
+        if task in routing.novelty:
+            scores = [f"{score:.3f}" for score in routing.outside.get(task, ())] or [""] * len(QUANTILES)
+            rows.append([task, "before it was learned", *scores, f"{routing.novelty[task] / 100:.3f}"])
+    heads = ["median" if level == 0.5 else f"{100 * level:g} %" for level in QUANTILES] + ["mean"]
+    line = routing.threshold
+    counts = f"from {line:.3f} on a text counts as one of no learned task" if line is not None else ""
+    note = counts or "no threshold: too few kept dev texts, or a run of an earlier version"
+    head = f"out-of-distribution scores of dev texts: {title_of(result)}"
+    return Page(Text(head), grid(["task", "when", *heads], rows, left=2), Text(note))
 
 
 def confusion_table(result: Tree) -> Page:

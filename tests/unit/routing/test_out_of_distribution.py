@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn, get_args
 
+import numpy as np
 import pytest
 import torch
 from drawn_routers import drawn_router
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycl.errors import BankError, RetrievalError
-from raycl.methods.slm.slm import newest_rows, similarity
+from raycl.methods.slm.slm import newest_rows, quantiles, similarity
 from raycl.routing import statistics
 from raycl.routing.routers import SumRouter, without
+from raycl.routing.score_summary import QUANTILES, texts_below
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig
 from raycl.routing.slots import Kind, SlotRouter
@@ -264,8 +266,34 @@ def test_novelty_is_the_area_under_the_roc_curve_before_the_task_was_learned() -
     known = torch.cat([texts_of(task, 200, seed=2)[sample_rows(200)] for task in ("one", "two")])
     result = torch.cat([before.relative_distances(known), before.relative_distances(texts_of("three", 200, seed=2))])
     expected = 100 * roc_auc_score([0] * len(known) + [1] * 200, result.numpy())
-    assert router.novelty() == {"three": pytest.approx(expected, abs=1e-3)} and expected > 90
-    assert studied("one").novelty() == {} == studied("one", "two", dev=0).novelty()
+    (scores,) = router.outside_scores().values()
+    assert 100 * float(scores.mean()) == pytest.approx(expected, abs=1e-3) and expected > 90
+    assert studied("one").outside_scores() == {} == studied("one", "two", dev=0).outside_scores()
+
+
+def test_quantiles_are_those_of_dev_texts_now_and_before_their_task_was_learned() -> None:
+    router = studied("one", "two", "three")
+    found = quantiles(router, router.outside_scores())
+    assert found["kept"] == 3 * KEPT and list(found["learned"]) == ["one", "two", "three"]
+    for task, levels in found["learned"].items():
+        scores = router.ood_score(texts_of(task, 200, seed=2)).numpy()
+        assert levels == pytest.approx(np.quantile(scores, QUANTILES), abs=1e-3)
+    before = studied("one", "two").ood_score(texts_of("three", 200, seed=2)).numpy()
+    assert found["outside"] == {"three": pytest.approx(np.quantile(before, QUANTILES), abs=1e-3)}
+    assert found["outside"]["three"][2] > found["learned"]["three"][2]
+    none = studied("one", "two", dev=0)
+    assert quantiles(none, none.outside_scores()) == {}
+
+
+@pytest.mark.parametrize(("kept", "rate"), [(192, 0.05), (20, 0.1), (19, 0.05)])
+def test_scores_from_the_threshold_on_are_those_of_unknown_texts(kept: int, rate: float) -> None:
+    """A page draws the threshold among scores; the rule compares distances."""
+    calibrator = OodCalibrator(lambda distances: distances, [torch.arange(kept).double()])
+    below = texts_below(kept, rate)
+    assert below is not None
+    new = torch.linspace(-1, kept + 1, 997, dtype=torch.float64)
+    assert torch.equal(calibrator.scores(new) >= below / kept, new > calibrator.threshold(rate))
+    assert texts_below(18, 0.05) is None
 
 
 def test_rows_of_all_phases_make_the_matrix_of_slots() -> None:

@@ -22,7 +22,7 @@ from raycl.operations.report.page.page_figures import (
 )
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
 from raycl.operations.report.plots import MOST_PANELS, MOST_RUNS, attention_figure, matrix_figure
-from raycl.operations.report.router_plots import confusion_figure, router_figure, texts_figure
+from raycl.operations.report.router_plots import confusion_figure, ood_figure, router_figure, texts_figure
 from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, compare, grouped, seed_matrices
 from raycl.operations.report.tables import (
     NOTHING,
@@ -33,6 +33,7 @@ from raycl.operations.report.tables import (
     general_table,
     matrix_table,
     mean_matrix_table,
+    ood_table,
     output_rows_table,
     points,
     routing_table,
@@ -100,6 +101,7 @@ def _of_one_stream(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]
         _general(results, lines),
         _attention(results),
         _routing(results),
+        _scores(results),
         _texts(results),
         _confusion(results),
         _overlap(results),
@@ -204,6 +206,18 @@ def _routing(results: Sequence[Tree]) -> PageSection | None:
         "a task stood out by their out-of-distribution score before it was learned. Of the first run of each setting."
     )
     return _of_first_runs("Routing", runs, lead, router_figure, routing_table)
+
+
+def _scores(results: Sequence[Tree]) -> PageSection | None:
+    routed = filter(has_routing, _up_to(router_plots.MOST_TASKS, results))
+    runs = [result for result in routed if any(RouterSummary.of(result).rated)]
+    lead = (
+        "The share of kept dev texts of all learned tasks that lie nearer to a task than a text: near 1 for a text "
+        "unlike all. Of each task's dev texts the median, half of them (thick) and 90 % of them (thin), after the last "
+        "task, and before the task was learned, by the router of that time, with the mean, which is its novelty. Texts "
+        "from the threshold on (eval.false_alarms) count as texts of no learned task. Of the first run of each setting."
+    )
+    return _of_first_runs("Out-of-distribution scores", runs, lead, ood_figure, ood_table)
 
 
 def _texts(results: Sequence[Tree]) -> PageSection | None:

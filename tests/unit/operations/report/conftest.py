@@ -81,6 +81,11 @@ def _facts(
             for kind in ("keys", "discriminant")
         },
         "novelty": {tasks[-1]: 93.75} if len(tasks) > 1 else {},
+        "ood": {
+            "kept": 64 * len(tasks),
+            "learned": {task: [0.04, 0.2, 0.45 + 0.01 * number, 0.7, 0.93] for number, task in enumerate(tasks)},
+            "outside": {tasks[-1]: [0.6, 0.9, 1.0, 1.0, 1.0]} if len(tasks) > 1 else {},
+        },
         "truncated_queries": 0,
         "key_similarity": blocks.tolist(),
         "slot_similarity": cosines[-slots:].round(3).tolist(),

@@ -38,11 +38,16 @@ def test_sections_are_those_that_runs_have_numbers_for(make_result: Make, make_r
     routed["phase_summaries"][-1]["text_plane"] = texts
     (drawn,) = [section for section in sections_of([routed]) if section.title == "Map of texts"]
     assert drawn.figure is not None and "2.500" in str(drawn.numbers[0])
+    assert "Out-of-distribution scores" in titles([routed])
     given = make_routed(["agnews", "dbpedia"], router="task")
     assert "Routing" in titles([given]) and "Router confusion" not in titles([given]), "the task was given"
     for summary in routed["phase_summaries"]:
-        del summary["confusion"]
+        del summary["confusion"], summary["ood"]
     assert "Router confusion" not in titles([routed]), "a run of an earlier version"
+    assert "Out-of-distribution scores" in titles([routed]), "which has the mean before each task was learned"
+    for summary in routed["phase_summaries"]:
+        summary["novelty"] = {}
+    assert "Out-of-distribution scores" not in titles([routed]), "a run without dev texts"
     assert "Verdicts" in titles([make_result("lora"), make_result("sapt")])
     unfinished = make_result() | {"finished": False, "metrics": {"ap": None, "f_ra": None}}
     unfinished["matrix"][1:] = [[None] * 3] * 2

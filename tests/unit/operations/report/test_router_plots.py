@@ -18,8 +18,8 @@ from matplotlib.image import imread
 
 from raycl.errors import RunError
 from raycl.operations.report import plots
-from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, confusion_figure, router_figure
-from raycl.operations.report.tables import confusion_table
+from raycl.operations.report.router_plots import MOST_RUNS, MOST_TASKS, confusion_figure, ood_figure, router_figure
+from raycl.operations.report.tables import confusion_table, ood_table
 from raycl.text_tables import render
 
 Make = Callable[..., dict[str, Any]]
@@ -107,6 +107,38 @@ def test_rows_of_the_confusion_are_in_the_order_of_its_columns(make_routed: Make
     axes = confusion_figure([result]).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == tasks
     assert [label.get_text() for label in axes.get_xticklabels()] == tasks
+
+
+def test_scores_are_drawn_beside_those_before_the_task_was_learned_and_the_threshold(make_routed: Make) -> None:
+    result = make_routed(TASKS)
+    result["config"]["eval"] = {"false_alarms": 0.05}
+    (axes,) = ood_figure([result]).axes
+    assert names(axes) == TASKS
+    drawn = {(label, tuple(map(float, line.get_xdata()))) for line in axes.lines if (label := line.get_label())}
+    medians = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "o")
+    assert medians == pytest.approx([0.45, 0.46, 0.47]) and ("learned", (0.45,)) in drawn
+    assert ("before it was learned", (1.0,)) in drawn and ("mean before it was learned", (0.9375, 0.9375)) in drawn
+    assert ("threshold (0.05 false alarms)", (184 / 192, 184 / 192)) in drawn, "of 193 texts 9 are above it"
+    ends = [[*line.get_xdata()] for line in axes.lines if line.get_linewidth() == 1 and len(line.get_xdata()) == 2]
+    assert ends.count([0.04, 0.93]) == 3 and ends.count([0.6, 1.0]) == 2
+    rows = [line.split() for line in render(ood_table(result)).splitlines()]
+    assert ["agnews", "learned", "0.040", "0.200", "0.450", "0.700", "0.930"] in rows
+    before = ["dbpedia", *["before", "it", "was", "learned"], *["0.600", "0.900", "1.000", "1.000", "1.000", "0.938"]]
+    assert before in rows and "from 0.958 on a text counts" in render(ood_table(result))
+    result["config"]["eval"] = {"false_alarms": 0.001}
+    assert "no threshold: too few kept dev texts" in render(ood_table(result))
+    assert not [line for line in ood_figure([result]).axes[0].lines if "threshold" in str(line.get_label())]
+
+
+def test_panels_of_scores_fit_a_phone_and_keep_apart(make_routed: Make) -> None:
+    results = [make_routed([f"task{number}_some_long_name" for number in range(4)], seed=seed) for seed in (0, 1)]
+    results[1]["config"]["method"]["router"] = "keys"
+    width = ood_figure(results[:1]).get_tightbbox().width
+    assert 96 * width < 350, "of 390 pixels of a phone a panel has 352"
+    figure = ood_figure(results)
+    figure.canvas.draw()
+    tight = [axes.get_tightbbox() for axes in figure.axes]
+    assert not any(item.overlaps(other) for item, other in pairwise(tight) if item and other)
 
 
 def test_the_confusion_is_that_of_the_router_that_chose(make_routed: Make) -> None:
