@@ -1,7 +1,8 @@
 """Tables and verdicts of measured runs in the pages: `make docs-excerpts` writes them, and a test keeps them true.
 
 A page names a table of `docs/results/tables.yaml` in a comment; what stands up to the closing comment is generated from
-the CSV files beside it, which have one line a run. Verdicts are those of `raycl report`, on these files:
+the CSV files beside it, which have one line a run. Verdicts are those of `raycl report`, on these files. A table of
+`docs/results/printed.yaml` has figures that a command printed, and its source below:
 
     <!-- table: readme -->
     <!-- /table -->
@@ -234,8 +235,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def _choice(values: Sequence[Any]) -> str:
     """Return values in words: `1, 2 or 3`."""
-    *some, last = map(_short, values)
-    return " or ".join(filter(None, (", ".join(some), last)))
+    return _listed([_short(value) for value in values], "or")
 
 
 def _short(value: Any) -> str:
@@ -302,6 +302,24 @@ KINDS = {"claims": claims, "best": best, "searched": searched, "planned": planne
 """Key of a definition -> what writes its table; without such a key it is a table of runs."""
 
 
+def printed(figures: dict[str, Any]) -> str:
+    """Return a table of Markdown, and below it what printed its figures and when they were recorded.
+
+    Args:
+        figures: `heads` and `rows`; `commands`, where they are known; `recorded`: day -> commits, where they are known.
+    """
+    commands = " and ".join(f"`{command}`" for command in figures.get("commands", ()))
+    days = [f"{day} ({', '.join(map(str, commits))})" for day, commits in figures.get("recorded", {}).items()]
+    source = "; ".join(filter(None, (commands and f"printed by {commands}", "recorded on " + _listed(days))))
+    made = markdown(figures["heads"], [[str(cell) for cell in row] for row in figures["rows"]])
+    return f"{made}\n\n{source[0].upper()}{source[1:]}."
+
+
+def _listed(words: Sequence[str], before_last: str = "and") -> str:
+    *some, last = words
+    return f" {before_last} ".join(filter(None, (", ".join(some), last)))
+
+
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a table of Markdown."""
     rows = [heads, *lines]
@@ -316,13 +334,18 @@ def with_tables(page: str, results: Path = RESULTS) -> str:
         ValueError: it names a table or a row that does not exist.
     """
     defined = yaml.safe_load((RESULTS / "tables.yaml").read_text(encoding="utf-8"))
+    copied = yaml.safe_load((results / "printed.yaml").read_text(encoding="utf-8"))
 
     def block(match: re.Match[str]) -> str:
-        if match[1] not in defined:
-            raise ValueError(f"tables.yaml has no table '{match[1]}': expected one of {', '.join(defined)}")
-        definition = defined[match[1]]
-        make = next((KINDS[key] for key in KINDS if key in definition), table)
-        made = make(definition, results)
+        if match[1] in copied:
+            made = printed(copied[match[1]])
+        elif match[1] in defined:
+            definition = defined[match[1]]
+            make = next((KINDS[key] for key in KINDS if key in definition), table)
+            made = make(definition, results)
+        else:
+            known = ", ".join([*defined, *copied])
+            raise ValueError(f"tables.yaml and printed.yaml have no table '{match[1]}': expected one of {known}")
         return f"<!-- table: {match[1]} -->\n\n{made}\n\n<!-- /table -->"
 
     return TABLE.sub(block, page)

@@ -3,7 +3,8 @@
     python tests/lab/parts.py dist/raycl-0.1.0-py3-none-any.whl dist/parts
 
 It gathers the wheels of everything, then installs part after part into an empty environment, and prints the table of
-docs/install.md. A part is what its distributions need and no part before it has.
+docs/install.md, whose figures docs/results/printed.yaml keeps. A part is what its distributions need and no part before
+it has.
 """
 
 from __future__ import annotations
