@@ -298,14 +298,19 @@ def general_of(result: Tree) -> dict[str, float | None]:
     learned task. A number that was not measured is None."""
     measured = result.get("general") or {}
     before, after = measured.get("before") or {}, measured.get("after") or {}
-    cells = after.get("cells", {}).values()
-    shares = [cell["extra"]["unknown"] for cell in cells if "unknown" in cell["extra"]]
+    shares = unknown_of(result).values()
     return {
         "general_before": before.get("mean"),
         "general_after": after.get("mean"),
         "general_delta": measured.get("delta"),
-        "general_unknown": 100 * fmean(shares) if shares else None,
+        "general_unknown": fmean(shares) if shares else None,
     }
+
+
+def unknown_of(result: Tree) -> dict[str, float]:
+    """Return task of lm-eval -> percent of its texts that the last router counted as texts of no learned task."""
+    cells = ((result.get("general") or {}).get("after") or {}).get("cells", {})
+    return {task: 100 * cell["extra"]["unknown"] for task, cell in cells.items() if "unknown" in cell["extra"]}
 
 
 def method_of(result: Tree, settings: str = "") -> str:

@@ -100,7 +100,7 @@ class RouterSummary:
             kept=int(ood[-1].get("kept", 0)),
             learned=ood[-1].get("learned", {}),
             outside={task: scores for part in ood for task, scores in part.get("outside", {}).items()},
-            false_alarms=(result["config"].get("eval") or {}).get("false_alarms"),
+            false_alarms=false_alarms_of(result),
             owners=owners,
             cosines=[[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places],
             points=[
@@ -139,6 +139,12 @@ def ordered(by_task: Mapping[str, Value], tasks: Sequence[str]) -> dict[str, Val
 def has_routing(result: Tree) -> bool:
     """Return whether the summary of the run's last phase has a router."""
     return "router" in (result.get("phase_summaries") or [{}])[-1]
+
+
+def false_alarms_of(result: Tree) -> float | None:
+    """Return the largest share of texts of learned tasks that may count as unknown; None: the run has no setting."""
+    rate: float | None = (result["config"].get("eval") or {}).get("false_alarms")
+    return rate
 
 
 def mean_of(shares: Mapping[str, float]) -> float | None:

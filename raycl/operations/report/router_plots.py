@@ -45,7 +45,7 @@ NUMBERED_HEIGHT = 0.5
 BARELESS = "0.0 of its dev texts"
 """The text next to bars of length 0, which have no room for their numbers."""
 BARS_WIDTH, LEGEND_WIDTH, SCALE_WIDTH, TEXTS_SIZE = 3.6, 1.5, 0.9, 4.0
-OOD_WIDTH, TITLE_LETTERS = 1.8, 34
+OOD_WIDTH, TITLE_LETTERS = 1.65, 34
 """Inches of a panel of scores, which a phone shows whole, and letters of a line of its title."""
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""

@@ -28,6 +28,7 @@ from raycl.metrics.run_results import (
     stream_of,
     tasks_of,
     title_of,
+    unknown_of,
     unseen_mean,
     unseen_of,
     unseen_types,
@@ -366,6 +367,12 @@ def general_table(result: Tree) -> Page | None:
             percent = [None if share is None else 100 * share for share in shares]
             table.add_row("unknown, %", *map(_number, [*percent, general_of(result)["general_unknown"]]))
     return Page(table)
+
+
+def unknown_table(result: Tree) -> Page:
+    """Return the percent of texts of each task outside the stream that count as texts of no learned task."""
+    rows = [[task, _number(share)] for task, share in unknown_of(result).items()]
+    return Page(Text(f"texts that count as unknown, in percent: {title_of(result)}"), grid(["task", "unknown"], rows))
 
 
 def _measured_phases(result: Tree) -> dict[str, Tree]:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from raycl.config import Tree
-from raycl.metrics.run_results import METRICS, short_names
-from raycl.operations.report.phase_summaries import OutputRows
+from raycl.metrics.run_results import METRICS, short_names, unknown_of
+from raycl.operations.report.phase_summaries import OutputRows, false_alarms_of
 from raycl.operations.report.plots import (
     CELL_HEIGHT,
     CELL_WIDTH,
@@ -23,7 +23,7 @@ from raycl.operations.report.plots import (
     draw_cells,
     new_figure,
 )
-from raycl.operations.report.router_plots import MARKERS
+from raycl.operations.report.router_plots import MARKERS, OOD_WIDTH
 from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, labels
 from raycl.operations.report.verdicts import Verdict
 
@@ -147,6 +147,23 @@ def general_figure(lines: Sequence[Line]) -> Figure:
     return figure
 
 
+def unknown_figure(results: Sequence[Tree]) -> Figure:
+    """Return the percent of texts of each task outside the stream that count as texts of no learned task, a mark for
+    each run, and a line at the percent that texts of learned tasks may reach."""
+    tasks = list(dict.fromkeys(task for result in results for task in unknown_of(result)))
+    figure, axes = _listed(tasks, left=MARGIN, width=OOD_WIDTH)
+    for number, (title, result) in enumerate(zip(labels(results), results, strict=True)):
+        shares = unknown_of(result)
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        axes.plot(list(shares.values()), [*map(tasks.index, shares)], marker, color=colour, label=title)
+    for rate in sorted({rate for result in results if (rate := false_alarms_of(result)) is not None}):
+        axes.axvline(100 * rate, color="black", linewidth=1, linestyle="--", label=f"eval.false_alarms={rate:g}")
+    _legend(axes, columns=1, left=-MARGIN / OOD_WIDTH)
+    axes.set(xlim=(-3, 103))
+    axes.set_xlabel("unknown texts, in percent", fontsize=9)
+    return figure
+
+
 def transfer_figure(lines: Sequence[Line]) -> Figure:
     """Return F.Ra, BWT and FWT of each line as bars with standard deviations."""
     names = [name for name in BARS if any(line.numbers[name] for line in lines)]
@@ -187,12 +204,12 @@ def overlap_figure(results: Sequence[Tree]) -> Figure:
     return figure
 
 
-def _listed(names: Sequence[str], row: float = ROW) -> tuple[Figure, Axes]:
+def _listed(names: Sequence[str], row: float = ROW, left: float = LEFT, width: float = WIDTH) -> tuple[Figure, Axes]:
     """Return axes with a line for each name, the first on top."""
     height = row * len(names) + 0.3
-    figure = new_figure(LEFT + WIDTH + 0.4, height + 1.2)
-    axes = axes_at(figure, LEFT, WIDTH, height, 0.2)
-    axes.set_yticks(range(len(names)), short_names(names, 40), fontsize=8)
+    figure = new_figure(left + width + 0.4, height + 1.2)
+    axes = axes_at(figure, left, width, height, 0.2)
+    axes.set_yticks(range(len(names)), short_names(names, round(40 * left / LEFT)), fontsize=8)
     axes.set(ylim=(len(names) - 0.5, -0.5))
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
@@ -202,8 +219,8 @@ def _listed(names: Sequence[str], row: float = ROW) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _legend(axes: Axes) -> None:
-    """Name each mark once, below the axes."""
+def _legend(axes: Axes, columns: int = 3, left: float = 0.0) -> None:
+    """Name each mark once, below the axes; `left`: its distance from theirs, in widths of the axes."""
     by_name = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     by_name.pop("", None)
     height = axes.bbox.height / axes.figure.dpi
@@ -212,8 +229,8 @@ def _legend(axes: Axes) -> None:
             by_name.values(),
             by_name.keys(),
             loc="upper left",
-            bbox_to_anchor=(0, -0.45 / height),
-            ncols=3,
+            bbox_to_anchor=(left, -0.45 / height),
+            ncols=columns,
             frameon=False,
             fontsize=8,
         )

@@ -8,7 +8,16 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 from raycl.config import Tree, flatten
-from raycl.metrics.run_results import FOLDER, answered_rows, backbone_of, short_names, stream_of, tasks_of, title_of
+from raycl.metrics.run_results import (
+    FOLDER,
+    answered_rows,
+    backbone_of,
+    short_names,
+    stream_of,
+    tasks_of,
+    title_of,
+    unknown_of,
+)
 from raycl.operations.report import plots, router_plots
 from raycl.operations.report.page.page_figures import (
     PANEL_WIDTH,
@@ -18,6 +27,7 @@ from raycl.operations.report.page.page_figures import (
     overlap_figure,
     scores_figure,
     transfer_figure,
+    unknown_figure,
     verdicts_figure,
 )
 from raycl.operations.report.phase_summaries import RouterSummary, has_attention, has_output_rows, has_routing
@@ -38,6 +48,7 @@ from raycl.operations.report.tables import (
     points,
     routing_table,
     texts_table,
+    unknown_table,
 )
 from raycl.operations.report.verdicts import Verdict, verdict_table, verdicts_of
 from raycl.text_tables import grid, short_number
@@ -99,6 +110,7 @@ def _of_one_stream(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]
         _epochs(results),
         transfer_section(lines),
         _general(results, lines),
+        _unknown(results),
         _attention(results),
         _routing(results),
         _scores(results),
@@ -271,6 +283,17 @@ def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | No
         Page(Text(title_of(result)), table) for result in results if (table := general_table(result)) is not None
     ]
     return PageSection("General ability", general_figure(lines), lead, [Page(grid(heads, rows))], by_task)
+
+
+def _unknown(results: Sequence[Tree]) -> PageSection | None:
+    """Return how many texts outside their streams runs counted as unknown, where general ability was measured."""
+    lead = (
+        "Percent of the texts of each task of lm-eval whose out-of-distribution distance is above the threshold after "
+        "the last task, so that the router counts them as texts of no learned task; of texts of the learned tasks at "
+        "most eval.false_alarms may be. Of the first run of each setting."
+    )
+    runs = [result for result in results if unknown_of(result)]
+    return _of_first_runs("Texts outside the stream", runs, lead, unknown_figure, unknown_table)
 
 
 def cost_section(lines: Sequence[Line]) -> PageSection:

@@ -152,3 +152,22 @@ def test_runs_on_two_streams_have_sections_of_their_own(make_result: Make) -> No
     for section, high in zip(comparisons, ("81.7", "20.0"), strict=True):
         table = next(part for part in section.tables[0].renderables if isinstance(part, Table))
         assert len(table.rows) == 2 and high in [str(cell) for column in table.columns for cell in column.cells]
+
+
+def test_texts_outside_the_stream_that_count_as_unknown_are_drawn(make_result: Make) -> None:
+    shares = {"arc": 0.9, "piqa": 0.25}
+    cells = {name: {"value": 50.0, "extra": {"unknown": share}} for name, share in shares.items()}
+    after = {"cells": cells, "mean": 50.0}
+    general = {"before": after, "phases": [None, None, after], "after": after, "delta": 0.0}
+    result = make_result() | {"general": general}
+    result["config"]["eval"] = {"false_alarms": 0.05}
+    assert "Texts outside the stream" not in titles([make_result()])
+    (section,) = [section for section in sections_of([make_result("lora"), result]) if "outside" in section.title]
+    assert section.figure is not None and len(section.numbers) == 1, "the run that measured them"
+    assert 96 * (section.figure.get_tightbbox().width + 0.2) <= 320, "the pixels of a picture on a phone"
+    axes = section.figure.axes[0]
+    mark, line = axes.lines
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(shares)
+    assert [*mark.get_xdata()] == [90.0, 25.0] and [*mark.get_ydata()] == [0, 1]
+    assert [*line.get_xdata()] == [5.0, 5.0] and line.get_label() == "eval.false_alarms=0.05"
+    assert ["arc", "90.0"] in [row.split() for row in str(section.numbers[0]).splitlines()]
