@@ -36,14 +36,14 @@ class RouterTexts:
 
     def words(self, task: Task, text: str) -> str:
         """Return an input of a task for a sentence encoder."""
-        text = self._routed(task, text)
+        text = self.routed(task, text)
         whole = self.text == "prompt" and not self.by_backbone
         return self.stream.prompt(task, self.codec).written(text) if whole else text
 
     def input_ids(self, task: Task, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of inputs without prompts, at least one each; of conversations all contents."""
         is_chat = self.stream.is_chat(task)
-        plain = [plain_text(messages_of(self._routed(task, text))) for text in texts] if is_chat else texts
+        plain = [plain_text(messages_of(self.routed(task, text))) for text in texts] if is_chat else texts
         limit = min(self.stream.token_limits[0], self.codec.max_source_tokens)
         return [ids or [self.codec.pad_id] for ids in fit_sources(plain, Prompt(), self.codec, limit)[0]]
 
@@ -72,13 +72,13 @@ class RouterTexts:
 
     def shorter_ids(self, task: Task, texts: Sequence[str]) -> dict[int, list[int]]:
         """Return index -> prompt ids of those inputs of which routers do not read all messages."""
-        routed = {index: self._routed(task, text) for index, text in enumerate(texts)}
+        routed = {index: self.routed(task, text) for index, text in enumerate(texts)}
         shorter = {index: text for index, text in routed.items() if text != texts[index]}
         if not shorter:
             return {}
         prompt, limit = self.stream.prompt(task, self.codec), self.stream.limits(task, self.codec).source
         return dict(zip(shorter, fit_sources(list(shorter.values()), prompt, self.codec, limit)[0], strict=True))
 
-    def _routed(self, task: Task, text: str) -> str:
+    def routed(self, task: Task, text: str) -> str:
         """Return an input without what no router reads: of a conversation tools, and more turns than were learned."""
         return routed_turns(text, self.stream.user_turns(task)) if self.stream.is_chat(task) else text
