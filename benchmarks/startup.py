@@ -54,7 +54,13 @@ def measure(options: argparse.Namespace) -> Report:
     for _ in range(options.rounds):
         for name, (words, _) in CASES.items():
             began = time.perf_counter()
-            subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [sys.executable, *words],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+            )
             spent[name].append(time.perf_counter() - began)
     figures = [Figure(name, median(spent[name]), "s", target) for name, (_, target) in CASES.items()]
     runs: dict[str, list[tuple[float, float]]] = {"local": [], "ray": []}
@@ -88,6 +94,7 @@ def first_step(mode: str) -> tuple[float, float]:
             [sys.executable, "-m", "raycl.cli.main", *words],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=_environment(),
         )
         try:
             while not list(Path(folder).glob("run/trace/*.jsonl")):
@@ -98,6 +105,11 @@ def first_step(mode: str) -> tuple[float, float]:
         finally:
             process.terminate()
             process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return variables of a process that reads compiled modules, as those of an installed package are."""
+    return {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def _processor_s(pid: int) -> float:

@@ -1,8 +1,9 @@
-"""Sweeps: what a trial costs above the same run alone, and what ASHA saves against the full grid.
+"""Sweeps: what a trial costs above the same run alone, what ASHA saves, and what trials save that begin alike.
 
-Both in one cluster of this machine: the run alone and trials one at a time; then the same grid of learning rates and
-ranks over all built-in tasks, whole and with ASHA. ASHA lets the first trials pass, since there is nothing to compare
-them with; so what it saves depends on their order, and several orders are tried.
+All in one cluster of this machine: the run alone and trials one at a time; then the same grid of learning rates and
+ranks over all built-in tasks, whole and with ASHA; then `sweeps/task_orders.yaml`, one and two trials at a time. ASHA
+lets the first trials pass, since there is nothing to compare them with; so what it saves depends on their order, and
+several orders are tried.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ log = logging.getLogger("benchmarks")
 SHARE, START_S, ASHA_LIMIT, WINNER_LIMIT = 0.10, 8.0, 0.5, 0.5
 """A trial may take 10 % + 8 s more than the run alone; ASHA half the grid's time, its winner at most 0.5 AP behind."""
 
+ORDERS, SHARED_LIMIT = "sweeps/task_orders.yaml", 0.85
+"""A sweep whose trials learn 46 tasks in place of 60, and the share of the time that it may take."""
+
 TASKS = ("topic", "sentiment", "question_type", "intent", "entailment")
 RATES, RANKS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3), (2, 4, 8, 16)
 SETTINGS = ("rows", "test_rows", "epochs", "method", "repeats", "concurrency", "reduction", "orders", "part")
@@ -57,9 +61,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--part",
-        choices=["overhead", "asha", "both"],
+        choices=["overhead", "asha", "prefixes"],
         default="overhead",
-        help="asha: 20 trials, 1 + orders times",
+        help="asha: 20 trials, 1 + orders times; prefixes: 12 trials, four times, about 20 minutes",
     )
 
 
@@ -73,10 +77,8 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
         tempfile.TemporaryDirectory(prefix="raycl-bench-") as folder,
         joined(base(options).launch.address, dashboard=True),
     ):
-        if options.part != "asha":
-            yield from overhead(options, Path(folder))
-        if options.part != "overhead":
-            yield from against_grid(options, Path(folder))
+        parts = {"overhead": overhead, "asha": against_grid, "prefixes": prefixes}
+        yield from parts[options.part](options, Path(folder))
 
 
 def tree(options: argparse.Namespace, tasks: tuple[str, ...]) -> dict[str, Any]:
@@ -123,6 +125,29 @@ def against_grid(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
     winners = [_settings(outcome, outcome.best) for outcome in (whole, *(outcome for outcome, _ in halved))]
     detail = f"{best:.1f} by {'; '.join(winners)}"
     yield Figure("ASHA's winner behind the grid's", max(behind), "AP", WINNER_LIMIT, detail=detail)
+
+
+def prefixes(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
+    """Yield trials that begin alike, which learn once what they have in common, against each for itself."""
+    sizes = {"train_rows": options.rows, "test_rows": options.test_rows}
+    for at_once in (1, 2):
+        spent: dict[bool, tuple[int, float]] = {}
+        for share in (True, False):
+            log.info("six orders, %d at a time, %s", at_once, "shared" if share else "each for itself")
+            own = {"name": f"orders-{at_once}-{share}", "share": share, "concurrency": at_once}
+            result = configs.load_tree(ORDERS, [])
+            base = {
+                **result["base"],
+                "stream": {**result["base"]["stream"], **sizes},
+                "launch": {"cpus_per_worker": 1.0},
+            }
+            began = time.monotonic()
+            outcome = run_sweep(configs.validate(SweepConfig, {**result, **own, "base": base}), str(folder))
+            trained = sum(row.tasks - row.forked_tasks for row in outcome.rows)
+            spent[share] = trained, time.monotonic() - began
+        (learned, seconds), (others, alone) = spent[True], spent[False]
+        detail = f"{learned} tasks in {seconds:.0f} s against {others} in {alone:.0f} s"
+        yield Figure(f"{at_once} at a time, shared over not", seconds / alone, "x", SHARED_LIMIT, detail=detail)
 
 
 def _learned(outcome: SweepOutcome) -> int:

@@ -25,7 +25,7 @@ from raycl.types import Activation
 
 R = TypeVar("R", bound=Section)
 
-FORMAT = 5
+FORMAT = 6
 """The number of the rules for both records: it is raised with every change of their fields, which changes hashes."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -161,8 +161,8 @@ class TaskInfo(Section):
     )
     system: str = Field("", description="system message of conversations without one")
     definition: str = Field("", description="instruction in what stood before the texts; empty: none, or `system`")
-    conversations: bool = Field(
-        False, description="inputs were conversations, some of them with more than a message of the user"
+    user_turns: int = Field(
+        0, ge=0, description="messages of the user that routers read of an input; 0: inputs are no conversations"
     )
 
 

@@ -220,7 +220,7 @@ class Collate:
             weight=torch.tensor([1.0] * len(rows) + [0.0] * blanks, dtype=torch.float32),
             rows=torch.tensor([*rows.tolist(), *[-1] * blanks], dtype=torch.int64),
             **self._words(rows, blanks),
-            **self._inputs(rows, blanks),
+            **self._inputs(rows, sources),
         )
 
     def _words(self, rows: Indices, blanks: int) -> dict[str, Any]:
@@ -231,11 +231,15 @@ class Collate:
         tasks = [task.name for task, _ in pairs]
         return {"texts": (*texts, *[""] * blanks), "tasks": (*tasks, *[""] * blanks)}
 
-    def _inputs(self, rows: Indices, blanks: int) -> dict[str, Any]:
-        if self._router_texts is None or not self._router_texts.reads_input_ids:
+    def _inputs(self, rows: Indices, prompts: list[NDArray[np.int32]]) -> dict[str, Any]:
+        """Return the ids that a router reads by the backbone in place of prompts, which are given with fill-ups."""
+        reads = self._router_texts
+        if reads is None or not any(reads.reads_own_ids(table.task) for table in self._tables):
             return {}
-        ids = [self._router_texts.input_ids(task, [text])[0] for task, text in self._tasks_and_texts(rows)]
-        ids += [[self._pad_id]] * blanks
+        ids = reads.row_ids(self._tasks_and_texts(rows), prompts)
+        if ids is None:
+            return {}
+        ids += [[self._pad_id]] * (len(prompts) - len(rows))
         masks = [[1] * len(row_ids) for row_ids in ids]
         return {"input_ids": padded(ids, self._pad_id, 1), "input_mask": padded(masks, 0, 1)}
 

@@ -62,8 +62,8 @@ class RecordedTask(Section):
     chat_template: str = Field("", description="Jinja source of the chat template; empty: none")
     system: str = Field("", description="system message of conversations without one")
     definition: str = Field("", description="instruction in what stood before the texts")
-    conversations: bool = Field(
-        False, description="inputs were conversations, some of them with more than a message of the user"
+    user_turns: int = Field(
+        0, ge=0, description="messages of the user that routers read of an input; 0: inputs are no conversations"
     )
 
 

@@ -24,11 +24,10 @@ from raycl.data.selection import carve_dev, carve_test, draw_groups, per_class, 
 from raycl.data.settings import ColumnNames, StreamConfig, TaskSpec
 from raycl.data.sources.cache import Indices, cache_folder, key_of
 from raycl.data.sources.conversation import (
-    is_one_message,
     last_exchange,
     messages_of,
     text_of,
-    without_tool_turns,
+    user_turns,
 )
 from raycl.data.sources.ingest import RawRows, ingest, ingest_pairs
 from raycl.data.text_objectives import TextObjective, text_objective
@@ -46,6 +45,9 @@ BUILTIN_TEST_ROWS = 150
 
 READ = 1024
 """Rows that are read at once."""
+
+READ_WHOLE = 0.95
+"""The share of a task's conversations that routers read whole."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,25 @@ class OpenTask:
     def is_chat(self) -> bool:
         """Return whether its inputs are conversations."""
         if self.plan.recorded is not None:
-            return self.plan.recorded.conversations
+            return self.plan.recorded.user_turns > 0
         return any(raw.is_chat for raw in self.raws.values())
 
     @cached_property
-    def has_turns(self) -> bool:
-        """Return whether a conversation that is learned has more than a message of the user, besides tools."""
-        if self.plan.recorded is not None or not self.is_chat:
-            return self.is_chat
-        raw = self.raws["train"]
+    def user_turns(self) -> int:
+        """Return how many of the user's last messages routers read; 0: inputs are no conversations.
+
+        It is what `READ_WHOLE` of the train rows have at most, so that a few long conversations do not let routers read
+        turns of another task.
+        """
+        if self.plan.recorded is not None:
+            return self.plan.recorded.user_turns
+        if not self.is_chat:
+            return 0
+        raw = self.raws.get("train") or next(iter(self.raws.values()))
         rows, columns = range(raw.count), raw.open()
         batches = (columns.values("text", rows[start : start + READ]) for start in rows[::READ])
-        return not all(is_one_message(without_tool_turns(text)) for texts in batches for text in texts)
+        counts = sorted(user_turns(text) for texts in batches for text in texts)
+        return max(1, counts[math.ceil(READ_WHOLE * len(counts)) - 1]) if counts else 1
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,9 @@ class Stream:
         """Return whether the task's texts stand for conversations."""
         return self._open[task.name].is_chat
 
-    def has_turns(self, task: Task) -> bool:
-        """Return whether a conversation of the task has more than a message of the user, besides tools."""
-        return self._open[task.name].has_turns
+    def user_turns(self, task: Task) -> int:
+        """Return how many of the user's last messages routers read of a task; 0: inputs are no conversations."""
+        return self._open[task.name].user_turns
 
     def source(self, task: Task, split: Split) -> RawRows | None:
         """Return the rows that a split is taken from, which for carved splits are those of train; None: it has none."""

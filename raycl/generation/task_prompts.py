@@ -26,9 +26,9 @@ from raycl.data.prepare import fit_prompts, fit_sources
 from raycl.data.prompts import Prompt
 from raycl.data.sources.conversation import (
     has_tool_turns,
-    last_of_user,
     messages_of,
     plain_text,
+    routed_turns,
     text_of,
     without_tool_turns,
 )
@@ -89,7 +89,8 @@ class TaskPrompts:
         prompts: task -> the prompt of its texts.
         routed_text: the text that the router was fitted on.
         rule: the rule for texts of no learned task.
-        conversations: the tasks whose inputs were conversations, some of them with more than a message of the user.
+        user_turns: task -> the user's messages that routers read of an input, see `OpenTask.user_turns`; tasks that
+            were not learned from conversations are left out.
     """
 
     router: Router | type[Router]
@@ -97,7 +98,7 @@ class TaskPrompts:
     prompts: Mapping[str, Prompt]
     routed_text: RouterText
     rule: UnknownRule
-    conversations: frozenset[str]
+    user_turns: Mapping[str, int]
 
     @cached_property
     def has_chats(self) -> bool:
@@ -132,8 +133,8 @@ class TaskPrompts:
     def reading(self, text: str, is_chat: bool = False, task: str | None = None) -> PromptReading:
         """Return how a text is read.
 
-        The router sees what it saw in training: of a conversation the last message of the user, unless a task that it
-        may select was learned from conversations of more than that.
+        The router sees what it saw in training: of a conversation the user's last messages and the answers between
+        them, as many as it read of any task that it may select.
 
         Args:
             is_chat: it stands for a conversation (`raycl.data.sources.conversation`).
@@ -147,10 +148,10 @@ class TaskPrompts:
         named = self._by_instruction.get(system.strip(), ())
         if named and task in (None, *named):
             messages, text, tasks = others, text_of(others), tasks or named
-        routed = without_tool_turns(text_of(others if task is None else messages))
-        if not (self.conversations if task is None else task in self.conversations):
-            routed = last_of_user(messages)
-        return PromptReading(text, routed, tasks, is_chat)
+        turns = self.user_turns if task is None else {task: self.user_turns.get(task, 0)}
+        most = max(turns.values(), default=0)
+        shown = messages if task is not None and most else others
+        return PromptReading(text, routed_turns(text_of(shown), max(1, most)), tasks, is_chat)
 
     def seen(self, reading: PromptReading, task: str = "") -> str:
         """Return what a router of texts sees: of a conversation all contents, where no task was learned from any.
@@ -279,13 +280,13 @@ def task_prompts(snapshot: Snapshot, rule: UnknownRule) -> TaskPrompts:
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     router = snapshot.router
-    text, conversations = routed_text(router, router.settings), tasks_of_conversations(snapshot)
-    return TaskPrompts(router_class(router), owners, prompts, text, rule, conversations)
+    text, turns = routed_text(router, router.settings), user_turns_of(snapshot)
+    return TaskPrompts(router_class(router), owners, prompts, text, rule, turns)
 
 
-def tasks_of_conversations(snapshot: Snapshot) -> frozenset[str]:
-    """Return the tasks of a snapshot whose inputs were conversations, some with more than a message of the user."""
-    return frozenset(task.name for task in snapshot.tasks if task.conversations)
+def user_turns_of(snapshot: Snapshot) -> dict[str, int]:
+    """Return `TaskPrompts.user_turns` of a snapshot."""
+    return {task.name: task.user_turns for task in snapshot.tasks if task.user_turns}
 
 
 def check_templates(snapshot: Snapshot) -> None:

@@ -78,41 +78,51 @@ class OsftConfig(MethodConfig):
 class TopDirections:
     """The largest singular directions of weights, which updates keep off. A `Constraint`.
 
+    An update is written in the other directions of its shorter side, of which there are few where most are kept: with
+    0.8 of 576 directions kept, an update of a 1536 x 576 weight takes a seventh of the multiplications.
+
     Attributes:
-        left: parameter -> U_k `[O, k]`. right: parameter -> V_k^T `[k, D]`. Both float32, with orthonormal directions.
+        kept: parameter -> the largest directions of its longer side `[longer, k]`; of a square weight U_k.
+        free: parameter -> the other directions of its shorter side `[shorter, shorter - k]`; of a square weight those
+            of V. Both float32 and orthonormal.
     """
 
-    left: dict[str, Tensor] = field(default_factory=dict)
-    right: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    free: dict[str, Tensor] = field(default_factory=dict)
 
     def decompose(self, name: str, weight_OD: Tensor, share: float) -> None:
         """Keep the largest share of a weight's singular directions, rounded down."""
         left_OK, values_K, right_KD = torch.linalg.svd(weight_OD.detach().float(), full_matrices=False)
         count = min(len(values_K), int(share * len(values_K)))
-        self.left[name] = left_OK[:, :count].contiguous()
-        self.right[name] = right_KD[:count].contiguous()
+        longer, shorter = (left_OK, right_KD.T) if _is_high(weight_OD) else (right_KD.T, left_OK)
+        self.kept[name], self.free[name] = longer[:, :count].contiguous(), shorter[:, count:].contiguous()
 
     def to(self, devices: Mapping[str, torch.device]) -> None:
         """Move the bases to their parameters' devices."""
-        for bases in (self.left, self.right):
+        for bases in (self.kept, self.free):
             bases.update({name: basis.to(devices[name]) for name, basis in bases.items()})
 
     def clear(self) -> None:
         """Keep off nothing."""
-        self.left, self.right = {}, {}
+        self.kept, self.free = {}, {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The weights that were decomposed."""
-        return tuple(self.left)
+        return tuple(self.kept)
 
     def __call__(self, name: str, before: Tensor, after: Tensor) -> Tensor:
         """Return the weight after an update without its part in the largest directions of either side."""
-        left_Ok, right_kD = self.left[name], self.right[name]
-        update = after - before
-        update = update - left_Ok @ (left_Ok.T @ update)
-        kept: Tensor = before + (update - (update @ right_kD.T) @ right_kD)
-        return kept
+        kept, free = self.kept[name], self.free[name]
+        update, is_high = after - before, _is_high(before)
+        coordinates = (update if is_high else update.T) @ free  # of the update in the free directions
+        update = (coordinates - kept @ (kept.T @ coordinates)) @ free.T
+        return before + (update if is_high else update.T)
+
+
+def _is_high(weight_OD: Tensor) -> bool:
+    """Return whether a weight has at least as many rows as columns."""
+    return weight_OD.shape[0] >= weight_OD.shape[1]
 
 
 class Osft(Method):
@@ -184,14 +194,14 @@ class Osft(Method):
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
-        sides = {"left": self._top.left, "right": self._top.right}
+        sides = {"kept": self._top.kept, "free": self._top.free}
         held = {f"osft/{side}/{name}": basis.cpu() for side, bases in sides.items() for name, basis in bases.items()}
         return {**values, "osft": {"shares": self._shares}}, tensors | TensorGroups.of(held)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)
         self._shares = dict(values["osft"]["shares"])
-        self._top.left, self._top.right = (dict(under(f"osft/{side}/", tensors)) for side in ("left", "right"))
+        self._top.kept, self._top.free = (dict(under(f"osft/{side}/", tensors)) for side in ("kept", "free"))
 
 
 def block_of(name: str) -> str:

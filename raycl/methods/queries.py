@@ -56,7 +56,7 @@ def bare_queries(context: TaskContext, backbone: Backbone, seed: int, split: Spl
     texts: list[str] = []
     for table in context.tables(split):
         rows = sample_rows(len(table)).tolist() if split == "dev" else drawn_rows(table, SAMPLED, draw)
-        texts += table.texts(rows)
+        texts += [context.router_texts.routed(table.task, text) for text in table.texts(rows)]
     sources = [ids for ids in bare_ids(texts, backbone.codec, context.stream.token_limits[0]) if ids]
     if not sources:
         return torch.zeros(0, int(backbone.model.get_input_embeddings().weight.shape[1]))

@@ -69,7 +69,10 @@ CASES = sampled(SHARED, keep=[ALWAYS], needed=needed)
 
 
 def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
-    """Return the tasks of the laboratory, whose texts are asked after another turn, some below a system message."""
+    """Return the tasks of the laboratory, whose texts are asked after another turn, some below a system message.
+
+    Some test rows have more turns than all train rows.
+    """
     specs = []
     for spec in lab.tasks:
         (folder / spec["name"]).mkdir()
@@ -78,6 +81,8 @@ def conversations(lab: Lab, folder: Path) -> list[dict[str, Any]]:
             rows = (Path(spec["path"]) / f"{split}.jsonl").read_text().splitlines()
             for number, row in enumerate(map(json.loads, rows)):
                 turns = [("user", "the sea"), ("assistant", "runs"), ("user", row["text"]), ("assistant", row["label"])]
+                if split == "test" and number % 3 == 1:
+                    turns = [("user", "the moon"), ("assistant", "sleeps"), *turns]
                 turns = [("system", f"{['fire', 'cold'][number % 2]} sleeps"), *turns] if number % 3 else turns
                 lines.append(json.dumps({"messages": [{"role": role, "content": said} for role, said in turns]}))
             (folder / spec["name"] / f"{split}.jsonl").write_text("\n".join(lines))
@@ -109,10 +114,9 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     monkeypatch.setattr(codec, "chat_template", TEMPLATE)
     monkeypatch.setattr(codec, "max_source_tokens", 40)
     prompts = {task.name: context.stream.prompt(task, codec) for task in context.stream.tasks}
-    chats = {task.name: context.stream.is_chat(task) for task in context.stream.tasks}
+    turns = {task.name: context.stream.user_turns(task) for task in context.stream.tasks}
     infos = [
-        task.model_copy(update={**prompts[task.name].record(), "conversations": chats[task.name]})
-        for task in last.tasks
+        task.model_copy(update={**prompts[task.name].record(), "user_turns": turns[task.name]}) for task in last.tasks
     ]
     entries = [(entry, last.layouts[entry.layout]) for entry in last.adapters]
     config = {**last.provenance["config"], "stream": settings}

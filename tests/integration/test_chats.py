@@ -7,18 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from local_endpoint import serving
 from tiny import Lab, run
 
 from raycl.backbone import load_codec
 from raycl.cli import main
+from raycl.data.loader import Collate
+from raycl.data.router_texts import RouterTexts
+from raycl.data.settings import TaskSpec
 from raycl.data.sources.conversation import Message, messages_of
 from raycl.data.stream import StreamConfig, open_stream
 from raycl.serve.offline.model import OfflineModel
 from raycl.storage import Storage
 from raycl.training.records.named_bank import snapshot_at
 from raycl.training.setup.run_config import RunConfig
+from raycl.types import RouterText
 
 TEMPLATE = (
     "{% for m in messages %}{{ {'system': 'very', 'user': 'a', 'assistant': 'Output :'}[m['role']] }} "
@@ -155,13 +160,45 @@ def test_answers_are_learned_by_turn_and_cut_ones_keep_their_last_message(config
         assert len(ids) <= 14 and shown.endswith("Output : much") and messages_of(text)[-1].content in shown
 
 
+@pytest.mark.parametrize("text", ["input", "prompt"])
+def test_routers_are_fitted_on_as_many_turns_as_most_conversations_have(
+    config: Config, tmp_path: Path, text: RouterText
+) -> None:
+    """So it is in batches of longer conversations, whose prompts have all turns, and in those without any."""
+    rows = [conversation(WORDS["chat"], number) for number in range(1, 21)]
+    long = {"messages": [*rows[0]["messages"], *rows[1]["messages"], *rows[3]["messages"]]}
+    path = tmp_path / "chat.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*rows, long])))
+    codec = load_codec(config("talk").backbone, 64, 4)
+    tasks = [TaskSpec(name="chat", train=str(path), test=str(path))]
+    stream = open_stream(StreamConfig(tasks=tasks, turns="last", dev_fraction=0), seed=0)
+    table, reads = stream.table(stream.tasks[0], "test", codec), RouterTexts(stream, codec, text)
+    assert stream.user_turns(stream.tasks[0]) == 2
+    two = "<|user|>\nthe sky is\n<|assistant|>\nblue\n<|user|>\nthe fire is very"
+    assert [len(messages_of(table.texts([row])[0])) for row in (19, 20)] == [3, 11]
+    assert {reads.words(stream.tasks[0], table.texts([row])[0]) for row in (19, 20)} == {two}, "for a sentence encoder"
+    collate = Collate([table], codec.pad_id, router_texts=reads)
+    batch, without = collate(np.arange(18, 21), 4), collate(np.arange(18, 20), 2)
+    assert batch.source_mask[2].sum() > batch.source_mask[1].sum(), "the model reads all turns"
+    (ids, mask), (ids_without, _) = batch.routed, without.routed
+    assert ids[2].equal(ids[1]) and mask[2].equal(mask[1]) and not ids[1].equal(ids[0])
+    assert (without.input_ids is None) == (text == "prompt"), "where prompts are what it reads"
+    assert ids[0][: mask[0].sum()].tolist() == ids_without[0][: mask[0].sum()].tolist()
+    fitted = reads.ids(table, range(18, 21))
+    assert [row[:count].tolist() for row, count in zip(ids, mask.sum(1), strict=True)][:3] == fitted
+
+
 def test_a_router_of_single_questions_reads_the_last_message_alone(lab: Lab, tmp_path: Path) -> None:
-    """Earlier turns, even of the same task, are nothing that it was fitted on: a long talk counted as unknown."""
+    """Earlier turns, even of the same task, are nothing that it was fitted on: a long talk counted as unknown.
+
+    The few longer conversations among the train rows do not change this.
+    """
     specs = []
     for task, answers in WORDS.items():
         (tmp_path / task).mkdir()
-        for split, rows in (("train", 12), ("test", 4)):
+        for split, rows in (("train", 24), ("test", 4)):
             lines = [json.dumps(question(answers, number)) for number in range(rows)]
+            lines += [json.dumps(conversation(answers, 1))] * (split == "train")
             (tmp_path / task / f"{split}.jsonl").write_text("\n".join(lines))
         specs.append({"name": task, "path": str(tmp_path / task)})
     stream = {"tasks": specs, "max_source_tokens": 48}

@@ -199,6 +199,11 @@ def is_one_message(text: str) -> bool:
     return [message.role for message in messages_of(text)] == ["user"]
 
 
+def user_turns(text: str) -> int:
+    """Return the number of the user's messages in a conversation."""
+    return sum(message.role == "user" for message in messages_of(text))
+
+
 def has_tool_turns(text: str) -> bool:
     """Return whether a conversation has tools, calls of them or their results."""
     return "<|tool" in text and any(message.role in get_args(ToolRole) for message in messages_of(text))
@@ -216,10 +221,19 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "\n".join(message.content for message in messages if message.content)
 
 
-def last_of_user(messages: Sequence[Message]) -> str:
-    """Return the user's last message as a text; without any, the last message of all."""
-    mine = [message for message in messages if message.role == "user"] or messages[-1:]
-    return text_of([Message("user", mine[-1].content)])
+def routed_turns(text: str, most: int) -> str:
+    """Return what routers read of a conversation: its system message, the user's last messages and the answers between
+    them, without tools, calls of them and their results; where the user says nothing, the last message.
+
+    Args:
+        most: number of the user's messages, at least 1.
+    """
+    messages = messages_of(without_tool_turns(text))
+    head = head_of(messages)
+    asked = [number for number, message in enumerate(messages) if message.role == "user"]
+    if not asked:
+        return text_of([*head, *(Message("user", message.content) for message in messages[len(head) :][-1:])])
+    return text_of([*head, *messages[asked[-most:][0] : asked[-1] + 1]])
 
 
 def remarked(text: str, remark: str) -> str:

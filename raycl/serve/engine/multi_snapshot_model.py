@@ -27,7 +27,7 @@ from raycl.backbone.roles import query_of
 from raycl.bank import Snapshot
 from raycl.data.prompts import Prompt
 from raycl.errors import BankError, StorageError
-from raycl.generation.task_prompts import TaskPrompts, check_templates, tasks_of_conversations
+from raycl.generation.task_prompts import TaskPrompts, check_templates, user_turns_of
 from raycl.routing.router import Router, heads_of_tasks
 from raycl.routing.routers import routed_text
 from raycl.routing.unknown_texts import UnknownRule
@@ -89,7 +89,7 @@ class LoadedSnapshot(TaskPrompts):
             {task.name: Prompt.of(task) for task in snapshot.tasks},
             routed_text(snapshot.router, snapshot.router.settings),
             rule or rule_of(snapshot, router),
-            tasks_of_conversations(snapshot),
+            user_turns_of(snapshot),
             snapshot,
             source,
             keys,

@@ -67,7 +67,7 @@ def publish(
     router, encoder = put_router(bank, learned.router)
     provenance = {**provenance, "config": context.info.tree, "versions": versions(context.info.plugins)}
     prompts = {
-        task.name: {**context.stream.prompt(task, codec).record(), "conversations": context.stream.has_turns(task)}
+        task.name: {**context.stream.prompt(task, codec).record(), "user_turns": context.stream.user_turns(task)}
         for task in seen
     }
     snapshot = bank.snapshot(

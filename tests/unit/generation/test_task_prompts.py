@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -19,13 +19,15 @@ from raycl.types import Mixture, RouterText, TextCodec
 
 CHAT = {name: Prompt(chat_template="any", system=f"Sort {name}.\n") for name in ("news", "food")}
 OWNERS = {name: (name,) for name in CHAT}
+TURNS = dict.fromkeys(CHAT, 2)
+LAST_TWO = "<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"
 
 
 def tasks(
-    router: type[Router], prompts: dict[str, Prompt] | None = None, conversations: Sequence[str] = tuple(CHAT)
+    router: type[Router], prompts: dict[str, Prompt] | None = None, user_turns: Mapping[str, int] = TURNS
 ) -> TaskPrompts:
     text: RouterText = "input" if router is TextRouter else "prompt"
-    return TaskPrompts(router, OWNERS, prompts or CHAT, text, UnknownRule(), frozenset(conversations))
+    return TaskPrompts(router, OWNERS, prompts or CHAT, text, UnknownRule(), user_turns)
 
 
 def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> None:
@@ -45,23 +47,26 @@ def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> No
 
 
 @pytest.mark.parametrize(
-    ("conversations", "task", "routed"),
+    ("user_turns", "task", "routed"),
     [
-        ((), None, "and who lost?"),
-        ((), "news", "and who lost?"),
-        (("food",), "news", "and who lost?"),
-        (("food",), "food", "<|system|>\nBe brief.\n<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"),
-        (("food",), None, "<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"),
+        ({}, None, "and who lost?"),
+        ({}, "news", "and who lost?"),
+        ({"food": 2}, "news", "and who lost?"),
+        ({"food": 1}, None, "and who lost?"),
+        ({"food": 1}, "food", "<|system|>\nBe brief.\n<|user|>\nand who lost?"),
+        ({"food": 2}, "food", f"<|system|>\nBe brief.\n{LAST_TWO}"),
+        ({"food": 2, "news": 1}, None, LAST_TWO),
+        ({"food": 9}, None, f"<|user|>\nhello\n<|assistant|>\nhi\n{LAST_TWO}"),
     ],
 )
-def test_earlier_turns_reach_the_router_only_where_it_may_know_them(
-    conversations: Sequence[str], task: str | None, routed: str
+def test_as_many_turns_reach_the_router_as_the_longest_conversation_had_that_it_was_fitted_on(
+    user_turns: Mapping[str, int], task: str | None, routed: str
 ) -> None:
-    whole = "<|system|>\nBe brief.\n<|user|>\nwho won?\n<|assistant|>\nwe\n<|user|>\nand who lost?"
-    result = tasks(TextRouter, conversations=conversations).reading(whole, is_chat=True, task=task)
+    whole = f"<|system|>\nBe brief.\n<|user|>\nhello\n<|assistant|>\nhi\n{LAST_TWO}"
+    result = tasks(TextRouter, user_turns=user_turns).reading(whole, is_chat=True, task=task)
     assert (result.text, result.routed) == (whole, routed)
-    answered = tasks(TextRouter, conversations=()).reading(f"{whole}\n<|assistant|>\nthey", is_chat=True)
-    assert answered.routed == "and who lost?"
+    answered = f"{whole}\n<|assistant|>\nthey"
+    assert tasks(TextRouter, user_turns=user_turns).reading(answered, is_chat=True, task=task).routed == routed
 
 
 @pytest.mark.parametrize(
