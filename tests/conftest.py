@@ -131,12 +131,20 @@ def imported() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_log() -> Iterator[None]:
-    """Give each test the logger of a new process: commands run in this one replace its handlers and its level."""
-    log = logging.getLogger("raycl")
+    """Give each test the loggers of a new process: commands run in this one replace handlers and levels.
+
+    A handler that a command left at the root would write to the standard error of a test that is over: a traceback for
+    each line.
+    """
+    log, progress = logging.getLogger("raycl"), logging.getLogger("raycl.progress")
 
     def restore() -> None:
         log.handlers, log.propagate = [], True
-        log.setLevel(logging.NOTSET)
+        for logger in (log, progress):
+            if logger.level != logging.NOTSET:  # setting it makes all loggers forget their levels
+                logger.setLevel(logging.NOTSET)
+        root = logging.getLogger()
+        root.handlers = [handler for handler in root.handlers if type(handler).__module__.startswith("_pytest.")]
 
     restore()
     yield
