@@ -48,6 +48,9 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 for key, value in {**THREADS, **QUIET, **TOKEN}.items():
     os.environ.setdefault(key, value)
 
+gc.set_threshold(100_000)
+"""New objects between two garbage collections, as in raycl's commands."""
+
 settings.register_profile("raycl", derandomize=True, database=None, deadline=None)
 settings.load_profile("raycl")
 
