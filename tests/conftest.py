@@ -48,6 +48,9 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 for key, value in {**THREADS, **QUIET, **TOKEN}.items():
     os.environ.setdefault(key, value)
 
+gc.set_threshold(100_000)
+"""New objects between two garbage collections, as in raycl's commands."""
+
 settings.register_profile("raycl", derandomize=True, database=None, deadline=None)
 settings.load_profile("raycl")
 
@@ -131,12 +134,20 @@ def imported() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_log() -> Iterator[None]:
-    """Give each test the logger of a new process: commands run in this one replace its handlers and its level."""
-    log = logging.getLogger("raycl")
+    """Give each test the loggers of a new process: commands run in this one replace handlers and levels.
+
+    A handler that a command left at the root would write to the standard error of a test that is over: a traceback for
+    each line.
+    """
+    log, progress = logging.getLogger("raycl"), logging.getLogger("raycl.progress")
 
     def restore() -> None:
         log.handlers, log.propagate = [], True
-        log.setLevel(logging.NOTSET)
+        for logger in (log, progress):
+            if logger.level != logging.NOTSET:  # setting it makes all loggers forget their levels
+                logger.setLevel(logging.NOTSET)
+        root = logging.getLogger()
+        root.handlers = [handler for handler in root.handlers if type(handler).__module__.startswith("_pytest.")]
 
     restore()
     yield

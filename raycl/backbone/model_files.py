@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,17 +77,21 @@ def resolve(name: str) -> str:
         BackboneError: the package is not installed, or a path does not exist.
     """
     if name in PACKAGED:
-        spec = importlib.util.find_spec(PACKAGED[name])
-        if spec is None or spec.origin is None:
-            raise BackboneError(
-                f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it"
-            )
-        return str(Path(spec.origin).parent / "model")
+        return _packaged(name)
     if Path(name).is_dir():
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise BackboneError(f"backbone folder '{name}' does not exist: expected a folder, a hub id or 'minilm'")
     return name
+
+
+@cache
+def _packaged(name: str) -> str:
+    """Return the folder of a packaged model, which stays where it is: every trial of a sweep asks many times."""
+    spec = importlib.util.find_spec(PACKAGED[name])
+    if spec is None or spec.origin is None:
+        raise BackboneError(f"backbone '{name}' needs the package {PACKAGED[name].replace('_', '-')}: pip install it")
+    return str(Path(spec.origin).parent / "model")
 
 
 @dataclass(frozen=True)

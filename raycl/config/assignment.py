@@ -5,6 +5,8 @@ treat a named node as a plain mapping.
 """
 
 import re
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -41,12 +43,18 @@ def read_override(override: str) -> tuple[str, Any]:
     if not sign or not all(key.strip().split(".")):
         raise ConfigError(f"override '{override}' is not of the form key.path=value, for example method.r=8")
     try:
-        value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
+        value = deepcopy(_value_of(text))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"override '{override}': the value is not valid YAML: {one_line(error)}") from error
     if isinstance(value, dict) and not re.search(r"[\s{]", text):  # an IPv6 address such as `::` is no mapping
         return key.strip(), text
     return key.strip(), value
+
+
+@lru_cache(maxsize=1024)
+def _value_of(text: str) -> Any:
+    """Return the value that a text means; kept, for every trial of a sweep and row of a comparison asks."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[call-overload, index]
 
 
 def assign(tree: Tree, key: str, value: Any, source: str) -> None:

@@ -23,7 +23,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -162,7 +164,7 @@ def _read_file(path: str) -> Tree:
 
 def _mapping(text: str, source: str) -> Tree:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        tree = deepcopy(_parsed(text))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
@@ -170,7 +172,15 @@ def _mapping(text: str, source: str) -> Tree:
     return {str(key): value for key, value in tree.items()}
 
 
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Return what a YAML text holds; kept, for every row of a comparison reads the file that it begins with."""
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+
+
 def _resolve(tree: Tree, source: str, files: bool = True) -> Tree:
+    if not _holds_marks(tree):
+        return deepcopy(tree)
     try:
         with reading(files):
             resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
@@ -178,6 +188,15 @@ def _resolve(tree: Tree, source: str, files: bool = True) -> Tree:
         raise ConfigError(f"{source} cannot be resolved: {one_line(error)}") from error
     assert isinstance(resolved, dict), "a mapping resolves to a mapping"
     return {str(key): value for key, value in resolved.items()}
+
+
+def _holds_marks(node: Any) -> bool:
+    """Return whether there is an interpolation or `???` in a tree: without them it is resolved."""
+    if isinstance(node, dict):
+        return any(_holds_marks(key) or _holds_marks(value) for key, value in node.items())
+    if isinstance(node, list):
+        return any(map(_holds_marks, node))
+    return isinstance(node, str) and ("${" in node or "???" in node)
 
 
 def validate(model: type[ConfigT], tree: Tree) -> ConfigT:

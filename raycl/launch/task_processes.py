@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("raycl")
 
-IMPORTED = "raycl.launch.worker"
-"""Is imported once, by the process of which the others are copies."""
+IMPORTED = ("raycl.launch.worker", "transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+"""Are imported once, by the process of which the others are copies: any backbone needs the latter two, for two seconds
+of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TaskProcess:
     @staticmethod
     def start() -> TaskProcess:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([IMPORTED])
+        context.set_forkserver_preload([*IMPORTED])
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), name="task", daemon=False)
         process.start()

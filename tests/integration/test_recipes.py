@@ -23,6 +23,7 @@ from raycl.methods.registry import method_class, modifier_class
 from raycl.routing.routers import router_class
 from raycl.storage import Storage
 from raycl.testing import check_method, check_modifier, check_optimizer, check_router
+from raycl.testing.packages import on_path
 from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.setup.plugins_list import plugins_list
 from raycl.types import RouterState
@@ -86,16 +87,20 @@ def test_records_name_the_package(lab: Lab, tmp_path: Path) -> None:
     assert snapshot.provenance["versions"].items() >= used.items()
 
 
-def test_the_command_line_finds_it_and_says_when_it_is_missing(lab: Lab, site: Path, tmp_path: Path) -> None:
+def test_the_command_line_finds_it_and_says_when_it_is_missing(
+    lab: Lab, site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.yaml"
     tree = lab.tree("bert", "lora", modifiers=["scale"], train={"optimizer": "nesterov"})
     config.write_text(yaml.safe_dump({**tree, "method": {"name": "fading"}}))
     planned = raycl(site, "train", "--print-config", str(config))
     assert planned.returncode == 0 and "decay: 0.5" in planned.stdout, planned.stderr
-    listed = raycl(site, "plugins")
-    assert listed.returncode == 0 and "recency" in listed.stdout and len(listed.stdout.splitlines()) == 8
-    without = raycl(None, "train", "--print-config", str(config))
-    assert "error: config key 'method' names 'fading': " in without.stderr and without.returncode == 1
+    with on_path(site):
+        assert main(["plugins"]) == 0
+    listed = capsys.readouterr().out
+    assert "recency" in listed and len(listed.splitlines()) == 8
+    assert main(["train", "--print-config", str(config)]) == 1
+    assert "error: config key 'method' names 'fading': " in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("package")

@@ -128,6 +128,7 @@ class CopyServer(Copies):
     """The two processes; made before raycl and Ray are imported."""
 
     def __init__(self) -> None:
+        gc.disable()  # what is imported is no garbage: a second of looking for some
         for name in LIBRARIES:
             if find_spec(name.partition(".")[0]):  # what Ray brings along differs between its versions
                 import_module(name)
@@ -142,6 +143,7 @@ class CopyServer(Copies):
             finally:
                 os._exit(1)
         theirs.close()
+        gc.enable()
         if self._control.recv(1) != READY:
             shutil.rmtree(self.folder)
             raise AssertionError("the process that starts others has ended")
@@ -212,6 +214,7 @@ def _listener(address: Path) -> socket.socket:
 
 def _serve(listener: socket.socket, control: socket.socket) -> None:
     """Serve until something comes by `control`, or its other end is closed."""
+    gc.enable()
     gc.collect()
     gc.freeze()  # collecting garbage would write to pages that the copies share
     waiting = selectors.DefaultSelector()

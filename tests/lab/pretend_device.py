@@ -32,6 +32,11 @@ SCALARS = {aten.fill.Tensor, aten.fill_.Tensor, aten.masked_fill.Tensor, aten.ma
 
 DROPOUT = {aten.native_dropout.default}
 
+TO_NUMPY = frozenset({Tensor.numpy, Tensor.__array__})
+OF_VALUES = frozenset({Tensor.tolist, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr})
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What a tensor of the device refuses, leaves to its values, and does to these too."""
+
 LOWER = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "scaled_dot_product_attention")
 HIGHER = (
     *("layer_norm", "native_layer_norm", "nll_loss", "cross_entropy_loss", "kl_div", "rsqrt", "reciprocal", "exp"),
@@ -91,13 +96,13 @@ class PretendTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.numpy, Tensor.__array__):
+        if func in TO_NUMPY:
             raise TypeError(f"can't convert a {NAME} tensor to numpy: use Tensor.cpu() first")
-        if func in (Tensor.tolist, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr):
+        if func in OF_VALUES:
             return func(args[0].values)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        if func == SET_DATA:
             args[0].values = args[1].values
         return result
 

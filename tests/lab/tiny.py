@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -182,6 +183,7 @@ slm.PLANE_STEPS = 250
 """Half of t-SNE's steps, the fewest that it takes: no test needs a better map."""
 
 
+@cache
 def family(name: str) -> tuple[Hashable, ...]:
     """Return what a modifier or an engine can see of a run's method: runs that agree in it are one family.
 
@@ -196,6 +198,7 @@ def family(name: str) -> tuple[Hashable, ...]:
     return (issubclass(method, Wrapper), *has, method.trains_backbone, method.own_adapters)
 
 
+@cache
 def routing_family(name: str) -> tuple[Hashable, ...]:
     """Return what an endpoint can see of a run's method: runs that agree in it are one family.
 

@@ -93,7 +93,7 @@ def test_groups_of_two_workers_learn_at_the_same_time(lab: Lab, fork_server: For
 
 
 def test_sweeps_and_comparisons_have_runs_whose_tasks_are_learned_at_the_same_time(lab: Lab, tmp_path: Path) -> None:
-    """One trial, and one run, at a time: each takes both CPUs of the cluster."""
+    """One trial at a time: each takes both CPUs of the cluster, and so does the run of the comparison."""
     base = configs.as_tree(three(lab, tmp_path / "whole", 1, 2))
     del base["seed"], base["output"]
     for key in ("workers", "cpus_per_worker"):
@@ -103,17 +103,17 @@ def test_sweeps_and_comparisons_have_runs_whose_tasks_are_learned_at_the_same_ti
     assert not sweep.in_process and concurrency(sweep) == 1
     outcome = run_sweep(sweep, str(tmp_path))
     compared = {"name": "compared", "base": {**base, "launch": {"cpus_per_worker": 1, "parallel_tasks": 2}}}
-    comparison = configs.validate(ComparisonConfig, {**compared, "runs": {"epi": {}}, "seeds": [1, 2]})
+    comparison = configs.validate(ComparisonConfig, {**compared, "runs": {"epi": {}}, "seeds": [1]})
     results = run_comparison(comparison, str(tmp_path))
-    assert len(outcome.rows) == 2 and list(results.results) == ["epi-s1", "epi-s2"]
+    assert len(outcome.rows) == 2 and list(results.results) == ["epi-s1"]
+    compared_run = Storage.at(tmp_path / "compared" / "epi-s1")
     folder = SweepFolder.of(sweep, str(tmp_path))
     for seed in (1, 2):
         alone = Storage.at(tmp_path / f"alone{seed}")
         run(three(lab, tmp_path / "whole", 1, 1).model_copy(update={"seed": seed}), alone)
         trial = next(folder.run(number) for number, given in folder.settings().items() if given["seed"] == seed)
-        compared_run = Storage.at(tmp_path / "compared" / f"epi-s{seed}")
-        assert trace(trial) == trace(compared_run) == trace(alone)
-        assert matrix(trial) == matrix(compared_run) == matrix(alone)
+        for learned in (trial, compared_run) if seed == 1 else (trial,):
+            assert trace(learned) == trace(alone) and matrix(learned) == matrix(alone)
         assert [len(attempts) for attempts in pids(trial)] == [2, 2, 2], "each task is learned once, and scored once"
 
 

@@ -131,8 +131,9 @@ def test_what_it_cannot_mask_is_said(lab: Lab) -> None:
             check_engine(lab.config("bert", "lora", ENGINES[engine], modifiers=["fggm"]))
 
 
-def test_it_keeps_a_modifiers_contract() -> None:
-    check_modifier(Fggm, {"threshold": 0.5}, kinds=("bert", "llama"))
+@pytest.mark.parametrize(("kind", "method"), [("bert", "finetune"), ("llama", "lora")])
+def test_it_keeps_a_modifiers_contract(kind: str, method: str) -> None:
+    check_modifier(Fggm, {"threshold": 0.5}, methods=(method,), kinds=(kind,))
 
 
 def test_its_defaults_are_the_papers() -> None:
