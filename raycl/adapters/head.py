@@ -161,7 +161,7 @@ class MixedHead(nn.Module):
         if plan is None:
             return {}, pooled_BD
         used = {name: column for column, name in enumerate(plan.mixture.names) if name in plan.used}
-        return used, plan.for_rows("weights", plan.mixture.weights, len(pooled_BD)).to(pooled_BD.dtype)
+        return used, plan.for_rows(plan.mixture.weights, len(pooled_BD)).to(pooled_BD.dtype)
 
     def _head_rows(self, names: Mapping[str, int]) -> list[tuple[int, _HeadRows]]:
         """Return (column of the mixture, head rows) of every active adapter with labels."""

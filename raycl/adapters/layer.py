@@ -179,24 +179,24 @@ class StackedLora(nn.Module):
         rows = x.shape[0] if at is None else at.rows
         seen = x.detach() if stack.detach_loaded else x
 
-        def of_inputs(what: str, values: Tensor) -> Tensor:
-            expanded = plan.for_rows(what, values, rows)
-            return expanded if at is None else at.of(expanded)
+        def of_inputs(values: Tensor) -> Tensor:
+            values = plan.for_rows(values, rows)
+            return values if at is None else at.of(values)
 
         if stack.self_activation is not None:
             return self._with_memory(y, x, seen, of_inputs, stack.self_activation)
         if plan.own is not None and x.dim() == 3 and x.shape[1] >= OWN_TOKENS:
             a_BKD, b_BKO = plan.own_rows(self.path, rows)
-            y = add_own(y, seen, a_BKD, b_BKO, plan.for_rows("own gate", plan.own[1], rows), stack.activation)
+            y = add_own(y, seen, a_BKD, b_BKO, plan.for_rows(plan.own[1], rows), stack.activation)
         elif plan.gate is not None:
             a_RD, b_RO = plan.shared_rows(self.path)
-            y = add_shared(y, seen, a_RD, b_RO, of_inputs("gate", plan.gate), stack.activation)
+            y = add_shared(y, seen, a_RD, b_RO, of_inputs(plan.gate), stack.activation)
         if plan.trainable_gate is not None and self.lora_A is not None:
-            y = self._add_trainable(y, x, of_inputs("trainable", plan.trainable_gate))
+            y = self._add_trainable(y, x, of_inputs(plan.trainable_gate))
         for name, weight_B1 in plan.alone.items():
             ratio_O = self._magnitude_ratio(name)
             if ratio_O is not None:
-                weight_B1 = of_inputs(f"alone {name}", weight_B1)
+                weight_B1 = of_inputs(weight_B1)
                 y = self._rescale(y, 1 + weight_B1.to(ratio_O) * (ratio_O - 1))
         return y
 
@@ -235,11 +235,11 @@ class StackedLora(nn.Module):
         parts = []
         trained = plan.trainable_gate is not None and self.lora_A is not None
         if plan.own is not None and not trained:
-            return *plan.own_rows(self.path, rows), plan.for_rows("own gate", plan.own[1], rows)
+            return *plan.own_rows(self.path, rows), plan.for_rows(plan.own[1], rows)
         if plan.gate is not None:
-            parts.append((*plan.shared_rows(self.path), plan.for_rows("gate", plan.gate, rows)))
+            parts.append((*plan.shared_rows(self.path), plan.for_rows(plan.gate, rows)))
         if plan.trainable_gate is not None and self.lora_A is not None and self.lora_B is not None:
-            trainable = plan.for_rows("trainable", plan.trainable_gate, rows)
+            trainable = plan.for_rows(plan.trainable_gate, rows)
             parts.append((self.lora_A, self.lora_B.T, self.update.gate(trainable)))
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -247,7 +247,7 @@ class StackedLora(nn.Module):
         return torch.cat(keys), torch.cat(values), torch.cat(gates, dim=-1)
 
     def _with_memory(
-        self, y: Tensor, x: Tensor, seen: Tensor, of_inputs: Callable[[str, Tensor], Tensor], memory: SelfActivation
+        self, y: Tensor, x: Tensor, seen: Tensor, of_inputs: Callable[[Tensor], Tensor], memory: SelfActivation
     ) -> Tensor:
         """Return y with loaded rows and those in training as one memory, with exact gradients to A, B, the gate and x.
 
@@ -259,10 +259,10 @@ class StackedLora(nn.Module):
         if plan.gate is not None:
             a_RD, b_RO = plan.shared_rows(self.path)
             h = linear(seen, a_RD)
-            parts.append((h, spread(of_inputs("gate", plan.gate), h), b_RO.T))
+            parts.append((h, spread(of_inputs(plan.gate), h), b_RO.T))
         if plan.trainable_gate is not None and self.lora_A is not None and self.lora_B is not None:
             h = linear(dropout(x, self._stack.dropout, self.training), self.lora_A)
-            gate = self.update.gate(of_inputs("trainable", plan.trainable_gate))
+            gate = self.update.gate(of_inputs(plan.trainable_gate))
             if self.low_observer is not None:
                 self.low_observer(h, gate)
             parts.append((h, spread(gate, h), self.lora_B))
@@ -350,7 +350,7 @@ class CopiedModule(nn.Module):
         if static is not None:
             alone = static.alone
         elif plan is not None:
-            alone = {name: plan.for_rows(f"alone {name}", weight, len(x)) for name, weight in plan.alone.items()}
+            alone = {name: plan.for_rows(weight, len(x)) for name, weight in plan.alone.items()}
         else:
             alone = {}
         own = {name: copy for name in alone if (copy := self._copy(name)) is not None}

@@ -21,7 +21,6 @@ class MixturePlan:
 
     Attributes:
         mixture: the mixture that was activated.
-        copies: sequences per example in generation (beams x samples).
         used: adapters that are active for some example.
         pool: rows that `index` points into. index: `[R]` rows in use, or a slice of neighbours.
         gate: `[B, R]` weight times scale per row; None if no loaded adapter is active. Where examples share rows of the
@@ -33,7 +32,6 @@ class MixturePlan:
     """
 
     mixture: Mixture
-    copies: int
     used: frozenset[str]
     pool: RowPool
     index: slice | Tensor | None = None
@@ -43,11 +41,9 @@ class MixturePlan:
     alone: dict[str, Tensor] = field(default_factory=dict)
     everywhere: frozenset[str] = frozenset()
     _picked: RowPool | None = None
-    _expanded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
     def share_rows(self, examples_PS: Tensor) -> None:
         """Let examples share rows of the batch, before any layer; `examples_PS` gives the example of each position."""
-        assert self.copies == 1, "examples share rows in training only"
         examples_PS = examples_PS.to(self.mixture.weights.device)
         self.gate = None if self.gate is None else self.gate[examples_PS]
         self.trainable_gate = None if self.trainable_gate is None else self.trainable_gate[examples_PS]
@@ -67,28 +63,17 @@ class MixturePlan:
     def own_rows(self, path: str, rows: int) -> tuple[Tensor, Tensor]:
         """Return a `[rows, K, D]` and B `[rows, K, O]` of one linear."""
         assert self.own is not None
-        index = self.for_rows("own", self.own[0], rows)
+        index = self.for_rows(self.own[0], rows)
         a_RD, b_RO = self.pool.layer(path)
         flat = index.reshape(-1)
         a_KD, b_KO = a_RD.index_select(0, flat), b_RO.index_select(0, flat)  # several times faster than a_RD[flat]
         return a_KD.view(*index.shape, -1), b_KO.view(*index.shape, -1)
 
-    def for_rows(self, what: str, tensor: Tensor, rows: int) -> Tensor:
-        """Repeat each row `copies` times, since generation gives every example so many neighbouring rows.
-
-        Args:
-            what: name of the tensor among those of the plan, under which the result is kept.
-            rows: rows of the batch that a layer sees.
-        """
+    def for_rows(self, tensor: Tensor, rows: int) -> Tensor:
+        """Return a tensor of the plan, whose rows must be those of the batch that a layer sees."""
         examples = tensor.shape[0]
-        if rows == examples:
-            return tensor
-        assert rows == examples * self.copies, (
-            f"a layer saw {rows} rows while the active mixture is for {examples} examples x {self.copies} sequences"
-        )
-        if (what, rows) not in self._expanded:
-            self._expanded[what, rows] = tensor.repeat_interleave(self.copies, dim=0)
-        return self._expanded[what, rows]
+        assert rows == examples, f"a layer saw {rows} rows while the active mixture is for {examples} examples"
+        return tensor
 
 
 def gate_of(weights_BN: Tensor, owners: Sequence[tuple[int, int, float]]) -> Tensor:

@@ -149,7 +149,7 @@ class MixedPrompts(nn.Module):
         prompts = self._prompts(plan.mixture.names, device)
         if not prompts:
             return None
-        names, weights = plan.mixture.names, plan.for_rows("weights", plan.mixture.weights, rows)
+        names, weights = plan.mixture.names, plan.for_rows(plan.mixture.weights, rows)
         uses = {column: self._use_of(names[column]) for column in prompts}
         apart = [column for column in prompts if uses[column].concatenated]
         if not apart:

@@ -396,7 +396,6 @@ class AdapterStack:
     def activate(
         self,
         mixture: Mixture | None,
-        copies: int = 1,
         examples: Tensor | None = None,
         static: StaticRows | None = None,
         head_rule: HeadRule | None = None,
@@ -405,7 +404,6 @@ class AdapterStack:
 
         Args:
             mixture: None for the bare backbone.
-            copies: sequences per example in generation (beams x samples).
             examples: `[P, S]` example of each position, where examples share rows.
             static: rows at fixed addresses, which nothing else uses meanwhile; None: of any number.
             head_rule: how label heads are mixed; None: as each head was made.
@@ -417,7 +415,7 @@ class AdapterStack:
         self.is_open, self.heads = True, () if mixture is None else mixture.heads
         self.static, self.head_rule = static, head_rule
         try:
-            self._open_mixture(mixture, copies)
+            self._open_mixture(mixture)
             if self.plan is not None and examples is not None:
                 self.plan.share_rows(examples)
             yield
@@ -437,7 +435,7 @@ class AdapterStack:
         finally:
             self.plan, self.static, self.head_rule, self.is_open, self.heads = held
 
-    def _open_mixture(self, mixture: Mixture | None, copies: int) -> None:
+    def _open_mixture(self, mixture: Mixture | None) -> None:
         if mixture is None or not mixture.names:
             return
         weights = mixture.weights.to(self.device)
@@ -445,7 +443,7 @@ class AdapterStack:
             raise AdapterError(f"the mixture of {', '.join(mixture.names)} has weights that are not finite")
         active = torch.ones(len(mixture.names), dtype=torch.bool) if weights.requires_grad else (weights != 0).any(0)
         used = [name for name, yes in zip(mixture.names, active.tolist(), strict=True) if yes]
-        plan = MixturePlan(Mixture(mixture.names, weights), copies, frozenset(used), self.pool)
+        plan = MixturePlan(Mixture(mixture.names, weights), frozenset(used), self.pool)
         column = {name: number for number, name in enumerate(mixture.names)}
         trainable = [(column.get(name, -1), rank, self.trainable_scale) for name, rank in self.trainable.items()]
         if any(name in self.trainable for name in used):
@@ -468,12 +466,11 @@ class AdapterStack:
     def _fill_static(self, static: StaticRows, plan: MixturePlan) -> None:
         """Write what adapters that are alone have in addition to rows."""
         for name, weight_B1 in plan.alone.items():
-            weight_S1 = weight_B1.repeat_interleave(plan.copies, dim=0)
             if name in static.alone:
-                static.alone[name][: len(weight_S1)].copy_(weight_S1)
-            for path, ratio_SO in static.ratios.items():
+                static.alone[name][: len(weight_B1)].copy_(weight_B1)
+            for path, ratio_BO in static.ratios.items():
                 if (ratio_O := self.magnitude_ratio(name, path)) is not None:
-                    ratio_SO[: len(weight_S1)] += (weight_S1.to(ratio_O) * (ratio_O - 1)).to(ratio_SO)
+                    ratio_BO[: len(weight_B1)] += (weight_B1.to(ratio_O) * (ratio_O - 1)).to(ratio_BO)
 
     def _plan_loaded(self, plan: MixturePlan, column: Mapping[str, int], names: Sequence[str]) -> None:
         self.need(names)
@@ -492,8 +489,7 @@ class AdapterStack:
         weights = plan.mixture.weights
         plan.gate = gate_of(weights, owners)[:, order.to(weights.device)]
         if self.static is not None:
-            gate = plan.gate if plan.copies == 1 else plan.gate.repeat_interleave(plan.copies, dim=0)
-            self.static.fill(self.pool, flat[order], gate)
+            self.static.fill(self.pool, flat[order], plan.gate)
             return
         plan.index = neighbours(flat[order])
         if not weights.requires_grad:

@@ -104,17 +104,15 @@ class Bank:
         backbone: ModelInfo,
         tasks: Sequence[str] = (),
         provenance: Mapping[str, Any] | None = None,
-        version: int | None = None,
         extras: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> AdapterManifest:
         """Store an adapter as a new version; the same tensors and provenance published again are the same version.
 
         Args:
             extras: kind -> tensors that belong to the adapter without being part of it (pseudo-samples).
-            version: None: the next free one.
 
         Raises:
-            BankError: the name is no plain file name, or the version exists.
+            BankError: the name is no plain file name, or other writers are always faster.
         """
         check_name(name)
         parts = pack(state.tensors())
@@ -143,21 +141,12 @@ class Bank:
             if not (known and self.is_whole(tensors)):
                 write_as(tensors.file)
         taken = self.versions(name)
-        if version is None:
-            for number in reversed(taken if known else taken[-1:]):  # new tensors cannot be those of an older version
-                with suppress(BankError):  # a damaged manifest does not prevent publishing
-                    old = self.manifest(AdapterRef(name=name, version=number))
-                    if old == AdapterManifest(name=name, version=number, **fields):
-                        return old
-        manifest = self._create(
-            lambda number: AdapterManifest(name=name, version=number, **fields),
-            range(version, version + 1) if version is not None else _next(taken),
-        )
-        if manifest is None and version is not None:
-            raise BankError(
-                f"{name}@{version} was published by another writer; yours was not: publish again without a version to "
-                "get the next free one"
-            )
+        for number in reversed(taken if known else taken[-1:]):  # new tensors cannot be those of an older version
+            with suppress(BankError):  # a damaged manifest does not prevent publishing
+                old = self.manifest(AdapterRef(name=name, version=number))
+                if old == AdapterManifest(name=name, version=number, **fields):
+                    return old
+        manifest = self._create(lambda number: AdapterManifest(name=name, version=number, **fields), _next(taken))
         if manifest is None:
             raise BankError(f"'{name}': {RACES} versions in a row were taken by other writers: try again later")
         if not self.storage.exists(tensors.file):  # the object was pruned before the manifest was written

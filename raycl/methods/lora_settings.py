@@ -22,13 +22,14 @@ from raycl.errors import BackboneError
 ValueT = TypeVar("ValueT")
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
+    """Return a single text as a list of one; anything else as it is."""
     return (value,) if isinstance(value, str) else value
 
 
 _Targets = Annotated[
     tuple[str, ...],
-    BeforeValidator(_as_tuple),
+    BeforeValidator(as_tuple),
     Field(
         description="linears with an adapter: all-linear (all but the head), or roles or regular expressions of paths"
     ),
@@ -71,7 +72,7 @@ class LoraSettings(Section):
     lora_alpha: LoraAlpha = 32.0
     lora_dropout: InputDropout = 0.0
     target_modules: _Targets = ("attention.query", "attention.value")
-    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (),
         description="paths, or ends of paths, of parameters that the experts of a mixture-of-experts block share, such "
         "as experts.down_proj; each expert has an update of its own of rank r",
@@ -93,7 +94,7 @@ class LoraSettings(Section):
     use_dora: bool = Field(
         False, description="train the norms of the rows of adapted weights too (DoRA); the adapter is used alone"
     )
-    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    modules_to_save: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         (),
         description="paths, or ends of paths, of embeddings and linears of which the adapter trains a copy of its own, "
         "such as lm_head; the adapter is used alone",

@@ -42,6 +42,22 @@ class AccuracyMatrix:
         shape = [len(row) for row in self.cells]
         assert shape == [len(self.tasks)] * len(self.phases), f"rows of {shape} cells, expected {len(self.tasks)} each"
 
+    @classmethod
+    def of_records(
+        cls, tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]
+    ) -> AccuracyMatrix:
+        """Return the matrix of a run, finished or not.
+
+        Args:
+            records: those of the phases that are done, in a run's journal.
+        """
+        matrix = cls(tuple(tasks), tuple(phases))
+        for i, record in enumerate(records):
+            for j, task in enumerate(matrix.tasks):
+                if task in record["row"]:
+                    matrix.set(i, j, Score(**record["row"][task]))
+        return matrix
+
     def set(self, i: int, j: int, score: Score) -> None:
         """Record the score on task `j` after phase `i`, both counted from 0."""
         assert 0 <= i < len(self.phases) and 0 <= j < len(self.tasks), f"no cell ({i}, {j})"

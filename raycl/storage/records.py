@@ -214,12 +214,10 @@ def record_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.json"
 
 
-def write_sealed(storage: Storage, name: str, key: str, data: Buffer, **info: Any) -> Seal:
+def write_sealed(storage: Storage, name: str, key: str, data: Buffer, **info: Any) -> None:
     """Write a file, then its record."""
     storage.write(name, data)
-    record = Seal(name.rpartition("/")[2], key, hashlib.sha256(data).hexdigest(), len(data), info)
-    write_seal(storage, name, record)
-    return record
+    write_seal(storage, name, Seal(name.rpartition("/")[2], key, hashlib.sha256(data).hexdigest(), len(data), info))
 
 
 def write_seal(storage: Storage, name: str, record: Seal) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from raycl import config as configs
 from raycl.backbone import Backbone, load_backbone, load_codec
@@ -28,12 +27,9 @@ from raycl.storage import Storage
 from raycl.testing import tiny_models as models
 from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
-from raycl.training.phase.routing import PublishedRouter
-from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import read_state
 from raycl.training.records.progress import read_trace
 from raycl.training.records.recorder import Listeners
-from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.tracking.trackers import Tracker
@@ -61,11 +57,6 @@ LINEAR = torch.nn.functional.linear
 
 TRAIN_ROWS, TEST_ROWS = 14, 6
 """14 rows in batches of 4 leave a last batch of 2."""
-
-
-def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Return the words of the tasks."""
-    return models.word_tokenizer(kind, WORDS)
 
 
 def save_model(kind: str, folder: Path) -> Path:
@@ -251,16 +242,3 @@ class Done:
     def copy(self, folder: Path) -> Storage:
         """Return a copy of the run directory, to be damaged or continued."""
         return Storage.at(shutil.copytree(self.storage.root, folder / "copy"))
-
-
-def last_checkpoint(done: Done) -> Checkpoint:
-    """Return the checkpoint at the run's end."""
-    objects = TensorObjects(done.storage, done.storage.sub("bank"))
-    return read_checkpoint(done.storage, read_state(done.storage).checkpoints[-1], objects)
-
-
-def evaluated_by(done: Done) -> PublishedRouter:
-    """Return the router of the run's last evaluation."""
-    router = PublishedRouter.of(done.context.method, last_checkpoint(done))
-    assert router is not None
-    return router

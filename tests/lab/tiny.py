@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from axes import sampled
+from transformers import PreTrainedTokenizerFast
 
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch
@@ -20,7 +21,7 @@ from raycl.methods.base import Method
 from raycl.methods.registry import METHODS, method_class, method_config
 from raycl.methods.slm import slm
 from raycl.methods.wrapper import Wrapper
-from raycl.testing import runs
+from raycl.testing import runs, tiny_models
 from raycl.testing.runs import (
     KINDS,
     TASKS,
@@ -30,20 +31,20 @@ from raycl.testing.runs import (
     Done,
     SnapshotModel,
     Stop,
-    evaluated_by,
     exported,
-    last_checkpoint,
     matrix,
     opened,
     run,
     save_model,
     save_tasks,
     save_unseen,
-    tokenizer,
     trace,
 )
 from raycl.training.definition.job import Resources
-from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.phase.routing import PublishedRouter
+from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
+from raycl.training.records.journal import read_state
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.workers.distributed import DistributedContext
 
 __all__ = [
@@ -209,6 +210,24 @@ def routing_family(name: str) -> tuple[Hashable, ...]:
     config = method_config((VARIANTS | WRITERS).get(name, {"name": name}))
     makers = (kind.__name__ for kind in method_class(config.name).__mro__ if "_router" in kind.__dict__)
     return next(makers, "single"), config.needs_task, config.chooses_task, config.knows_texts
+
+
+def tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return the words of the tasks."""
+    return tiny_models.word_tokenizer(kind, WORDS)
+
+
+def last_checkpoint(done: Done) -> Checkpoint:
+    """Return the checkpoint at the run's end."""
+    objects = TensorObjects(done.storage, done.storage.sub("bank"))
+    return read_checkpoint(done.storage, read_state(done.storage).checkpoints[-1], objects)
+
+
+def evaluated_by(done: Done) -> PublishedRouter:
+    """Return the router of the run's last evaluation."""
+    router = PublishedRouter.of(done.context.method, last_checkpoint(done))
+    assert router is not None
+    return router
 
 
 class Lab(runs.Lab):

@@ -8,7 +8,7 @@ from raycl.launch.status import RunFiles, nodes_of, status_from
 from raycl.metrics.matrix import AccuracyMatrix
 from raycl.metrics.run_results import INSTRUCTION, METRICS, backbone_of, method_of, title_of
 from raycl.training.records.progress import TraceReader
-from raycl.training.records.results import matrix_of, metrics_so_far, other_row
+from raycl.training.records.results import metrics_so_far, other_row
 
 POINTS = 500
 """The most points of the loss curve, plus the last one of each task."""
@@ -154,7 +154,7 @@ def _matrix(files: RunFiles, phases: Sequence[str]) -> dict[str, Any]:
     done = len(files.state.phases)
     if not tasks or len(files.state.phases) > len(phases):
         return {"tasks": [], "rows": [], "values": [], "metrics": {}}
-    matrix: AccuracyMatrix = matrix_of(tasks, phases, files.state)
+    matrix = AccuracyMatrix.of_records(tasks, phases, files.state.phases)
     numbers = metrics_so_far(matrix, done, files.results.get("singles")) if done else {}
     metrics = {title: numbers[name] for name, title in METRICS.items() if name in numbers}
     rows, values = [f"after {phase}" for phase in phases], matrix.values()

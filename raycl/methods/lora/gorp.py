@@ -53,6 +53,7 @@ from raycl.errors import BackboneError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora, IncLoraSettings
+from raycl.methods.lora_settings import as_tuple
 from raycl.types import Phase
 
 DECAY = 0.9
@@ -65,15 +66,11 @@ KINDS = ("projections", "moments", "bases")
 """The tensors of `GradientSpaces`, by the names of its attributes."""
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 class GorpConfig(IncLoraSettings):
     """GORP: a LoRA for each task and full weights, trained off the gradients of earlier tasks."""
 
     name: Literal["gorp"] = "gorp"
-    full_modules: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field(
+    full_modules: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
         ("ffn.in",),
         min_length=1,
         description="linears whose weights are trained in full, written as target_modules; none has an adapter too",

@@ -71,7 +71,7 @@ class Hat(BehindMasks):
                 return None
             if self._task and plan.used == {self._task}:
                 return units.spread(self.masks(point))
-            weights_BN = plan.for_rows("weights", plan.mixture.weights, rows)
+            weights_BN = plan.for_rows(plan.mixture.weights, rows)
             table_NU = self._table(plan.mixture.names)[:, self.masks.places[point]]
             return units.spread(weights_BN.to(table_NU) @ table_NU)
 

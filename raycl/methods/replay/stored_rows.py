@@ -30,25 +30,20 @@ class StoredRows:
     """Rows of several tasks."""
 
     def __init__(
-        self,
-        entries: Sequence[tuple[Task, Indices]],
-        context: TaskContext,
-        backbone: Backbone,
-        seed: int,
-        texts: bool = False,
+        self, entries: Sequence[tuple[Task, Indices]], context: TaskContext, backbone: Backbone, seed: int
     ) -> None:
         """Open stored rows.
 
         Args:
             entries: tasks in the order of learning, and rows of their training tables.
-            seed: seed of the words that are hidden. texts: batches carry their input texts.
+            seed: seed of the words that are hidden.
         """
         codec = backbone.codec
         tables = [context.stream.table(task, "train", codec).part(rows) for task, rows in entries]
         labels = backbone.label_ids() if codec.needs_labels else None
         objective = _same_each_time(context.stream.text_objective(codec, seed))
         self.counts: list[int] = [len(rows) for _, rows in entries]
-        self._collate = Collate(tables, codec.pad_id, labels, texts=texts, text_objective=objective) if tables else None
+        self._collate = Collate(tables, codec.pad_id, labels, text_objective=objective) if tables else None
 
     def __len__(self) -> int:
         return sum(self.counts)

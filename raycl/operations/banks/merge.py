@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raycl.bank import Bank, NewSnapshot, Snapshot
-from raycl.bank.manifest import AdapterManifest, AdapterRef, Layout, SnapshotAdapter
+from raycl.bank.manifest import AdapterManifest, Layout, SnapshotAdapter
 from raycl.bank.pruning import removed_from
 from raycl.bank.states import get_router, get_state, put_router
 from raycl.config import as_tree, remaining
@@ -142,7 +142,7 @@ def _dev_queries(bank: Bank, snapshot: Snapshot) -> dict[str, Tensor]:
 
 
 def _copied(bank: Bank, other: Bank, entry: SnapshotAdapter, with_samples: bool) -> AdapterManifest:
-    manifest = other.manifest(AdapterRef(name=entry.name, version=entry.version))
+    manifest = other.manifest(entry.ref)
     removed = removed_from(other.storage).samples
     kept = {kind: info for kind, info in entry.extras.items() if with_samples and info.file not in removed}
     extras = {kind: other.get(info, f"{entry} ({kind})") for kind, info in kept.items()}

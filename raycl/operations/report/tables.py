@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -112,24 +113,12 @@ def mean_matrix_table(matrix: SeedMatrix) -> Page:
 
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
     """Return the matrices of several settings next to each other, as many in a row as fit into `width` characters."""
-    bands: list[list[str]] = []
-    left = 0
+    blocks = []
     for matrix in seed_matrices(results):
         several = len(matrix.results) > 1
-        block = str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0], matrix.title))
-        wide = max(map(cell_len, block.split("\n")))
-        left -= wide + GAP
-        if not bands or left < 0:
-            bands.append([])
-            left = width - wide
-        bands[-1].append(block)
-    return "\n\n".join(_beside(band) for band in bands)
-
-
-def _beside(blocks: Sequence[str]) -> str:
-    row = Table.grid(padding=(0, GAP, 0, 0))
-    row.add_row(*map(Text, blocks))
-    return render(row)
+        blocks.append(str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0], matrix.title)))
+    widest = max(cell_len(line) for block in blocks for line in block.split("\n"))
+    return render(Columns(map(Text, blocks), padding=(0, GAP, 1, 0)), max(width, widest))
 
 
 def comparison_table(lines: Sequence[Line]) -> Page:

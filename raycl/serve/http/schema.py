@@ -26,6 +26,7 @@ from raycl.data.sources.conversation import ROLES, call_tree, calls_text, result
 from raycl.data.sources.conversation import Message as Turn
 from raycl.errors import meant
 from raycl.serve.http.tool_calls import forced_schema
+from raycl.serve.service.history import Interval, TaskCounts, UnsureText
 
 MAX_STOPS, MAX_STOP, MAX_NAME, MAX_WEIGHT, MAX_NUMBER, MAX_PINNED = 16, 256, 200, 1000.0, 10**9, 1000
 """Stops of an answer, characters of one, characters of a name, an adapter's weight either way, a snapshot's number,
@@ -746,21 +747,6 @@ class TasksAnswer(BaseModel):
     data: list[ServedTask]
 
 
-class MetricsInterval(BaseModel):
-    """The counts of one interval; times and scores as numbers of answers in each class."""
-
-    start: int
-    statuses: dict[str, int] = Field(description="responses to requests for answers, by the first digit of the status")
-    answers: int
-    tokens: int
-    total_ms: list[int]
-    first_ms: list[int]
-    queue_ms: list[int]
-    weights: dict[str, float] = Field(description="task -> sum of routing weights")
-    ood: list[int] = Field(description="answers by out-of-distribution score, in ten classes from 0 to 1")
-    ood_sum: float
-
-
 class MetricsAnswer(BaseModel):
     """The response of GET /v1/metrics: the last hour of the replica that answers it."""
 
@@ -770,18 +756,7 @@ class MetricsAnswer(BaseModel):
     interval_s: int
     intervals: int
     bounds_ms: list[int] = Field(description="upper bounds of the classes of times; one more is for longer ones")
-    data: list[MetricsInterval]
-
-
-class DriftCounts(BaseModel):
-    """Texts of one task."""
-
-    texts: int
-    unknown: int | None = Field(
-        description="texts of no learned task, by the threshold of the setting `false_alarms`; null: there is none"
-    )
-    ood: list[int] = Field(description="texts by out-of-distribution score, in ten classes from 0 to 1")
-    labels: dict[str, int] = Field(description="label -> texts; empty for tasks without labels")
+    data: list[Interval]
 
 
 class TrainingDrift(BaseModel):
@@ -789,7 +764,7 @@ class TrainingDrift(BaseModel):
 
     state: Literal["counting", "ready", "missing"]
     reason: str = Field(description="why they are missing; else empty")
-    data: dict[str, DriftCounts]
+    data: dict[str, TaskCounts]
 
 
 class DriftAnswer(BaseModel):
@@ -798,21 +773,9 @@ class DriftAnswer(BaseModel):
     object: Literal["drift"]
     replica: str
     snapshot: int
-    served: dict[str, DriftCounts]
+    served: dict[str, TaskCounts]
     training: TrainingDrift
     keeps_unsure: int = Field(description="the setting `keep_unsure`")
-
-
-class UnsureText(BaseModel):
-    """A text that is far from all learned tasks."""
-
-    text: str
-    task: str = Field(description="the task with the largest weight; empty: none")
-    weight: float
-    ood_score: float | None
-    ood_distance: float | None
-    unknown: bool | None
-    time: float
 
 
 class UnsureAnswer(BaseModel):

@@ -79,11 +79,11 @@ class TaskCounts:
 
 
 @dataclass(frozen=True)
-class KeptText:
+class UnsureText:
     """A text far from all learned tasks: a candidate for the next one.
 
     Attributes:
-        text: its first `LONGEST` characters. task, weight: the task with the largest weight.
+        text: its first `LONGEST` characters. task, weight: the task with the largest weight; "": none.
         time: seconds since the epoch.
     """
 
@@ -108,7 +108,7 @@ class ServedCounts:
         self.keep_unsure = keep_unsure
         self.tasks: dict[str, TaskCounts] = {}
         self._snapshot: int | None = None
-        self._unsure: list[tuple[float, int, KeptText]] = []
+        self._unsure: list[tuple[float, int, UnsureText]] = []
         self._numbers = count()
 
     def add(self, text: str, metadata: ResponseMetadata, tasks: Mapping[str, float], label: str | None) -> None:
@@ -124,7 +124,7 @@ class ServedCounts:
         self.tasks.setdefault(name, TaskCounts()).add(metadata.ood_score, metadata.unknown, label)
         if not self.keep_unsure:
             return
-        found = KeptText(
+        found = UnsureText(
             text[:LONGEST], task, weight, metadata.ood_score, metadata.ood_distance, metadata.unknown, time.time()
         )
         measures = (metadata.ood_distance, metadata.ood_score, 1 - weight)

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from raycl.adapters.peft import names_in_bank
 from raycl.backbone.model_files import download
-from raycl.bank import AdapterRef, Bank, Snapshot
+from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import MAIN, Branch, BranchName, is_ancestor
 from raycl.bank.manifest import (
     AdapterManifest,
     Name,
     ObjectInfo,
     Sha256,
-    SnapshotAdapter,
     adapter_of,
     check_name,
     dump,
@@ -233,7 +232,7 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
             raise BankError(f"snapshot {record.number} is not the one that {RECORD} names")
         files = records_of(snapshot)
         for entry in snapshot.adapters:
-            source.manifest(entry_ref(entry))
+            source.manifest(entry.ref)
         _check_same(bank, source, files, address)
         _check_line(bank, snapshot, record.ancestors, address)
         objects = objects_to_pull(source, snapshot, record.without)
@@ -265,11 +264,6 @@ def cached(address: str) -> tuple[Bank, Snapshot, str]:
     if parsed.folder:
         raise BankError(f"'{address}' names a folder of a repository: expected a bank, hf://ORG/NAME@REVISION")
     return pull(parsed, lambda commit: Bank.at(cache_folder(None) / "hub" / parsed.repository / commit))
-
-
-def entry_ref(entry: SnapshotAdapter) -> AdapterRef:
-    """Return name and version of a snapshot's adapter."""
-    return AdapterRef(name=entry.name, version=entry.version)
 
 
 def _check_same(bank: Bank, source: Bank, files: Sequence[str], address: HubAddress) -> None:

@@ -33,7 +33,7 @@ from raycl.training.definition.settings import EXEMPT
 from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.schema import AttemptRecord, PhaseRecord
 
-FOLDER, OLDER_FOLDER = "journal", "ledger"
+FOLDER = "journal"
 FORMAT = 5
 LISTINGS = 5
 """Listings of an attempt's folder before absent records count as lost, since a listing may lack a new file."""
@@ -225,19 +225,9 @@ def check_inputs(storage: Storage, state: RunState, inputs: Inputs) -> None:
 
 
 def last_attempt(storage: Storage) -> int:
-    """Return the number of the newest claimed attempt, 0 if there is none.
-
-    Raises:
-        RunError: the run is of a version that kept its records elsewhere.
-    """
+    """Return the number of the newest claimed attempt, 0 if there is none."""
     attempts = [int(match[1]) for name in storage.list(FOLDER) if (match := _ATTEMPT.fullmatch(name))]
-    claimed = [number for number in attempts if storage.exists(_record(number, 0))]
-    if not claimed and storage.list(OLDER_FOLDER):
-        raise RunError(
-            f"'{storage.uri}' keeps its records in '{OLDER_FOLDER}', as an older version did: expected '{FOLDER}'; "
-            "finish it with that version, or start a new run"
-        )
-    return max(claimed, default=0)
+    return max((number for number in attempts if storage.exists(_record(number, 0))), default=0)
 
 
 class JournalReader:

@@ -18,6 +18,7 @@ from raycl.bank.branches import explain_empty
 from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import StorageError
 from raycl.methods.base import Learned
+from raycl.metrics.matrix import AccuracyMatrix
 from raycl.metrics.run_results import METRICS
 from raycl.storage import Storage
 from raycl.storage.records import hashed
@@ -29,7 +30,7 @@ from raycl.training.records.checkpoint import Checkpoint, WrittenFile
 from raycl.training.records.journal import Journal, RunState, read_state
 from raycl.training.records.progress import Progress, StepResult, Trace, clock
 from raycl.training.records.publish import move_branch, open_bank, publish
-from raycl.training.records.results import build_results, matrix_of, metrics_so_far
+from raycl.training.records.results import build_results, metrics_so_far
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.tracking.trackers import Tracker
 from raycl.training.workers.distributed import DistributedContext
@@ -262,7 +263,7 @@ class Recorder:
             for task, cell in record.get(kind, {}).items()
             for name, value in {metric[task]: cell["value"], **cell["extra"]}.items()
         }
-        matrix = matrix_of(*_names(self.context), self.state)
+        matrix = AccuracyMatrix.of_records(*_names(self.context), self.state.phases)
         metrics = metrics_so_far(matrix, done, self.context.info.singles)
         scores |= {f"cl/{METRICS.get(name, name)}": value for name, value in metrics.items()}
         rows = [[name, *values] for name, values in zip(matrix.phases, matrix.values(), strict=True)]

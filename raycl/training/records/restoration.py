@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from raycl.bank import Bank, Snapshot
-from raycl.bank.manifest import AdapterRef, Layout, ObjectInfo, SnapshotAdapter, dump, manifest_of, parse_snapshot
+from raycl.bank.manifest import Layout, ObjectInfo, SnapshotAdapter, dump, manifest_of, parse_snapshot
 from raycl.bank.pruning import removed_from
 from raycl.bank.states import has_state, state_objects
 from raycl.errors import BankError, CheckpointError, some
@@ -298,7 +298,7 @@ def _restore_manifests(bank: Bank, snapshots: Mapping[int, Snapshot], removed: C
                 continue
             seen.add(str(entry))
             with suppress(BankError):
-                bank.manifest(AdapterRef(name=entry.name, version=entry.version))
+                bank.manifest(entry.ref)
                 continue
             lost = manifest_of(entry, snapshot)
             bank.storage.write(lost.file, dump(lost))

@@ -11,7 +11,7 @@ from raycl.metrics.variants import compute_variants
 from raycl.training.definition.inputs import version_changes, versions
 from raycl.training.definition.training_context import RunInfo
 from raycl.training.records.journal import RunState
-from raycl.types import Phase, Score, Task
+from raycl.types import Phase, Task
 
 
 def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state: RunState) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def build_results(info: RunInfo, stream: Stream, phases: Sequence[Phase], state:
     tasks, never = stream.tasks, stream.unseen
     types = {task.name: task.type for task in (*tasks, *never) if task.type}
     untrained = bare_cells(state, "untrained")
-    matrix = matrix_of([task.name for task in tasks], [phase.name for phase in phases], state)
+    matrix = AccuracyMatrix.of_records([task.name for task in tasks], [phase.name for phase in phases], state.phases)
     times = [record["times"] for record in state.phases]
     seconds = sum(entry["train_s"] for entry in times)
     finished = len(state.phases) == len(phases)
@@ -79,16 +79,6 @@ def wall_seconds(state: RunState) -> float | None:
     if not state.phases:
         return None
     return float(sum(attempt.get("seconds", 0.0) for attempt in state.attempts))
-
-
-def matrix_of(tasks: Sequence[str], phases: Sequence[str], state: RunState) -> AccuracyMatrix:
-    """Return the accuracy matrix of a run, finished or not, by the names of its tasks and phases."""
-    matrix = AccuracyMatrix(tuple(tasks), tuple(phases))
-    for i, record in enumerate(state.phases):
-        for j, task in enumerate(tasks):
-            if task in record["row"]:
-                matrix.set(i, j, Score(**record["row"][task]))
-    return matrix
 
 
 def metrics_so_far(matrix: AccuracyMatrix, done: int, singles: Mapping[str, float] | None) -> dict[str, float]:

@@ -179,12 +179,12 @@ def test_every_way_of_running_gives_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])
 def test_generation_attends_at_every_step(kind: str) -> None:
-    """With a cache the new token alone has queries; beams repeat the mixture."""
+    """With a cache the new token alone has queries."""
     backbone, stack, _ = stacked(kind)
     collected = []
     for cache in (True, False):
-        with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS), copies=2):
-            collected.append(backbone.generate(input_ids=IDS, max_new_tokens=4, num_beams=2, use_cache=cache))
+        with stack.activate(Mixture(tuple(LENGTHS), WEIGHTS)):
+            collected.append(backbone.generate(input_ids=IDS, max_new_tokens=4, use_cache=cache))
     assert torch.equal(*collected)
 
 

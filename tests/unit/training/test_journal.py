@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from run_records import HASH, phase_record
 
-from raycl.errors import AlreadyExistsError, RunError, StaleAttemptError
+from raycl.errors import AlreadyExistsError, StaleAttemptError
 from raycl.storage import Storage
 from raycl.training.records.journal import Journal, RunState, last_attempt, read_state
 
@@ -72,12 +72,6 @@ def test_a_stale_attempt_fails_and_changes_nothing(storage: Storage) -> None:
     storage.write("journal/attempt-0001/000009.json", json.dumps({"checkpoints": ["late"], "phases": [9]}).encode())
     assert (read_state(storage).checkpoints, read_state(storage).phases) == (["a", "b"], [])
     new.ensure_current()
-
-
-def test_a_run_of_an_older_layout_is_refused(storage: Storage) -> None:
-    storage.write("ledger/attempt-0001/000000.json", b"{}")
-    with pytest.raises(RunError, match=r"'.*' keeps its records in 'ledger'.*expected 'journal'.*start a new run"):
-        read_state(storage)
 
 
 def test_a_folder_without_its_claim_is_no_attempt(storage: Storage) -> None:

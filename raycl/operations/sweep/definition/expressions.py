@@ -18,7 +18,6 @@ from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpressi
 
 from raycl.errors import ConfigError
 from raycl.metrics.matrix import AccuracyMatrix, summary
-from raycl.types import Score
 
 LONGEST, LARGEST_POWER = 500, 100
 """Characters of an expression; exponent (and what it may be raised to is a number)."""
@@ -163,19 +162,6 @@ def read_metric(text: str) -> Expression:
     return expression
 
 
-def read_matrix(tasks: Sequence[str], phases: Sequence[str], records: Sequence[Mapping[str, Any]]) -> AccuracyMatrix:
-    """Return the matrix of the phases in the journal records; rows for these alone, columns for tasks seen so far."""
-    done = len(records)
-    sequence = len(tasks) == len(phases)
-    seen = tuple(tasks[:done]) if sequence else tuple(tasks)
-    matrix = AccuracyMatrix(seen, tuple(phases[:done]))
-    for i, record in enumerate(records):
-        for j, task in enumerate(seen):
-            if task in record["row"]:
-                matrix.set(i, j, Score(**record["row"][task]))
-    return matrix
-
-
 def measured(
     metrics: Sequence[Expression],
     tasks: Sequence[str],
@@ -188,7 +174,9 @@ def measured(
     None where a number that it names is undefined, and where it has no value for these numbers (`ap / f_ra` where
     nothing is forgotten).
     """
-    matrix = read_matrix(tasks, phases, records)
+    matrix = AccuracyMatrix.of_records(tasks, phases, records)
+    if len(tasks) == len(phases):
+        matrix = matrix.upto(len(records))
     numbers: dict[str, Any] = dict(summary(matrix, singles))
     if len(records) == 1:
         numbers |= {name: 0.0 for name in FORGETTING if numbers[name] is None}
