@@ -93,7 +93,9 @@ class TaskContext:
     def routed_samples(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
         """Return the ids that such a router reads of texts as a task's inputs; see `prompts`."""
         reads = self.router_texts
-        return reads.input_ids(task, texts) if reads.reads_input_ids else self.prompts(task, texts, instruction)
+        if reads.reads_input_ids:
+            return reads.input_ids(task, texts)
+        return self.prompts(task, [reads.routed(task, text) for text in texts], instruction)
 
     def prompts(self, task: Task, texts: Sequence[str], instruction: str | None = None) -> list[list[int]]:
         """Return the prompt ids of texts with the task's template, cut as its own rows are.

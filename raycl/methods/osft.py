@@ -79,7 +79,7 @@ class TopDirections:
     """The largest singular directions of weights, which updates keep off. A `Constraint`.
 
     An update is written in the other directions of its shorter side, of which there are few where most are kept: with
-    0.8 of 576 directions kept, an update of a 1536 x 576 weight takes a seventh of the multiplications.
+    0.8 of 576 directions kept, an update of a 1536 x 576 weight takes less than a quarter of the multiplications.
 
     Attributes:
         kept: parameter -> the largest directions of its longer side `[longer, k]`; of a square weight U_k.
