@@ -63,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--part",
         choices=["overhead", "asha", "prefixes"],
         default="overhead",
-        help="asha: 20 trials, 1 + orders times; prefixes: 12 trials, four times (6 minutes with --rows 48 --test-rows 30)",
+        help="asha: 20 trials, 1 + orders times; prefixes: 12 trials, four times, 6 minutes with 48 and 30 rows",
     )
 
 
