@@ -24,6 +24,7 @@ from typing import Any
 import boto3
 import psutil
 import ray
+from listener import free_port
 from moto.server import ThreadedMotoServer
 from ray._common.utils import get_default_ray_temp_dir
 from ray.cluster_utils import Cluster
@@ -88,8 +89,8 @@ class Nodes:
     def __init__(self, folder: str) -> None:
         Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)  # Cluster writes its address there
         self.cluster = Cluster()
-        memory = 150 * 1024**2
-        self.cluster.add_node(num_cpus=0, object_store_memory=memory, temp_dir=folder, include_dashboard=True)
+        dashboard = {"include_dashboard": True, "dashboard_port": free_port()}
+        self.cluster.add_node(num_cpus=0, object_store_memory=150 * 1024**2, temp_dir=folder, **dashboard)
         ray.init(address=self.cluster.address, namespace="chaos", log_to_driver=False)
         for _ in range(2):
             self.add()

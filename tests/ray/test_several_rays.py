@@ -23,6 +23,7 @@ import psutil
 import pytest
 import ray
 import yaml
+from listener import free_port
 from ray import serve
 from tiny import Lab, run
 
@@ -217,11 +218,6 @@ def test_waiting_for_resources_is_logged(
         time.sleep(1)
         assert len(caplog.messages) == logged
     ray.util.remove_placement_group(mine)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def address_of(process: Started) -> str:

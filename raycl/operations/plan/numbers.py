@@ -24,7 +24,6 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError, StorageError
 from raycl.methods.base import MethodConfig
 from raycl.methods.context import TaskContext
-from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
@@ -35,15 +34,8 @@ from raycl.training.optimizers.parameters import specs_of, state_bytes
 from raycl.training.optimizers.registry import optimizer_kind
 from raycl.training.phase.data import order_of
 from raycl.training.phase.disk_space import answers_of, growth, plan_from
-from raycl.training.setup.checks import make_modifiers
+from raycl.training.setup.checks import check_settings, check_stream, make_modifiers
 from raycl.training.setup.lengths import with_lengths
-from raycl.training.setup.method_checks import (
-    check_engine,
-    check_false_alarms,
-    check_parallel,
-    check_quantized,
-    check_unknown,
-)
 from raycl.training.setup.run_config import RunConfig, info_of
 from raycl.types import Task
 
@@ -91,25 +83,20 @@ def opened(config: RunConfig) -> Opened:
     Raises:
         BackboneError: there is no config.json. ConfigError: settings that do not fit each other.
     """
-    check_engine(config)
     backbone = architecture(config.backbone, 8, 2)
     assumed = "backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"
     notes = [assumed] if config.backbone.dtype == "float32" else []
+    config = config.model_copy(update={"method": _with_encoder_at_hand(config.method, notes)})
+    method = check_settings(config, backbone)
     stream, has_rows = _stream(config, notes)
     has_words = backbone.codec.vocabulary >= NO_WORDS
     if has_rows and has_words:
         config, stream = with_lengths(config, stream, backbone)
+        check_stream(config, stream, method)
     else:
         backbone.codec.max_source_tokens, backbone.codec.max_target_tokens = config.stream.token_limits
         check_limits(backbone.model, backbone.codec)
     evaluation = config.eval if has_rows else config.eval.model_copy(update={"save_predictions": False})
-    settings = _with_encoder_at_hand(config.method, notes)
-    method = method_class(config.method.name)(settings, backbone, config.seed)
-    check_parallel(config, method)
-    check_quantized(config, method)
-    check_unknown(config, backbone.codec)
-    if has_rows:
-        check_false_alarms(config, stream)
     context = TrainingContext(
         info=info_of(config),
         stream=stream,

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raycl.data.loader import check_batch
 from raycl.errors import ConfigError
 from raycl.operations.plan.arithmetic import (
     Cluster,
@@ -188,9 +187,6 @@ def plan(config: RunConfig, cluster: Cluster) -> Report:
         raise ConfigError(f"--gpus is {cluster.gpus} and --gpus-per-node {cluster.per_node}: expected at least 1 each")
     if not 0 < cluster.utilisation <= 1:
         raise ConfigError(f"--utilisation is {cluster.utilisation:g}: expected a share above 0 and at most 1")
-    train = config.train
-    micro = train.examples_per_pass(cluster.gpus)
-    check_batch(train.batch_size, micro, cluster.gpus)
     workers = config.launch.model_copy(update={"workers": cluster.gpus})
     parts = opened(config.model_copy(update={"launch": workers}))
     figures = numbers(parts)

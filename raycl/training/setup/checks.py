@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raycl import config as configs
-from raycl.backbone import load_codec, load_skeleton
+from raycl.backbone import Backbone, load_codec, load_skeleton
 from raycl.bank import Bank
 from raycl.bank.branches import Branch
 from raycl.config import Tree
@@ -71,40 +71,68 @@ def check(config: RunConfig) -> Stream:
         RayclError: the first thing that is wrong.
     """
     codec = load_codec(config.backbone, 8, 2)  # their limits may follow from the data
+    skeleton = load_skeleton(config.backbone, codec)
+    method = check_settings(config, skeleton)
+    config, stream = with_lengths(config, open_stream(config.stream, config.seed), skeleton)
+    check_stream(config, stream, method)
+    for line in _own_tasks(config, stream, codec):
+        log.info("%s", line)
+    for line in (*_warmup(config, stream, codec), *_samples(config, stream)):
+        log.warning("%s", line)
+    return stream
+
+
+def check_settings(config: RunConfig, backbone: Backbone) -> Method:
+    """Check what needs no data, settings against one another and against the backbone; return the method on it.
+
+    Args:
+        backbone: on the meta device; it is changed.
+
+    Raises:
+        RayclError: the first thing that is wrong.
+    """
     check_engine(config)
     check_optimizer(config)
     check_dropout(config)
-    if config.train.label_loss != "seen" and not codec.needs_labels:
+    if config.train.label_loss != "seen" and not backbone.codec.needs_labels:
         raise ConfigError(
             f"train.label_loss is '{config.train.label_loss}', but backbone '{config.backbone.name}' writes its "
             "answers and has no label head: leave it at seen, or use an encoder-only backbone"
         )
     workers = config.launch.workers
     check_batch(config.train.batch_size, config.train.examples_per_pass(workers), workers)
-    skeleton = load_skeleton(config.backbone, codec)
     if config.backbone.attention != "auto":
-        skeleton.use_attention(config.backbone.attention)
-    check_roles(config, skeleton)
-    skeleton.packs = config.train.packing
-    method = method_class(config.method.name)(config.method, skeleton, config.seed)
-    SCHEDULES[config.stream.schedule]().attach(method, skeleton)
+        backbone.use_attention(config.backbone.attention)
+    check_roles(config, backbone)
+    backbone.packs = config.train.packing
+    method = method_class(config.method.name)(config.method, backbone, config.seed)
+    SCHEDULES[config.stream.schedule]().attach(method, backbone)
     check_parallel(config, method)
     check_quantized(config, method)
     check_adaptation(config, method)
     make_modifiers(config, method)
     check_packing(config, method)
     check_compiled(config, method)
-    config, stream = with_lengths(config, open_stream(config.stream, config.seed), skeleton)
+    check_unknown(config, backbone.codec)
+    return method
+
+
+def check_stream(config: RunConfig, stream: Stream, method: Method) -> None:
+    """Check the tasks and their rows against the settings and the backbone's tokenizer.
+
+    Raises:
+        RayclError: the first thing that is wrong.
+    """
+    backbone, codec = method.backbone, method.backbone.codec
     method.check(stream.tasks)
-    check_prompt_positions(config, skeleton, len(stream.tasks))
+    check_prompt_positions(config, backbone, len(stream.tasks))
     check_objective(config, stream.tasks)
     check_data(config, stream)
     check_selection(config, stream)
     check_unseen(config, stream, codec)
     check_general(config.eval.general, codec, config.backbone.name)
-    check_unknown(config, codec)
     check_false_alarms(config, stream)
-    check_forms(config, skeleton, stream.tasks)
+    check_forms(config, backbone, stream.tasks)
     check_chosen(config, [stream.prompt(task, codec) for task in stream.tasks])
     check_instructions(config, stream, codec)
     for task in (*stream.tasks, *stream.unseen):
@@ -131,11 +159,6 @@ def check(config: RunConfig) -> Stream:
         "eval.response_format": config.eval.response_format,
     }
     _check_names(every, (*stream.tasks, *stream.unseen))
-    for line in _own_tasks(config, stream, codec):
-        log.info("%s", line)
-    for line in (*_warmup(config, stream, codec), *_samples(config, stream)):
-        log.warning("%s", line)
-    return stream
 
 
 def check_scoring(task: Task) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from raycl import config as configs
 from raycl.cli.commands import parsed
 from raycl.cli.runs import train
-from raycl.errors import BackboneError, ConfigError
+from raycl.errors import BackboneError, ConfigError, RayclError
 from raycl.methods.base import activate_batch
 from raycl.operations.plan.arithmetic import (
     GPUS,
@@ -38,6 +39,7 @@ from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.phase.data import PhaseData
 from raycl.training.phase.step import train_step
+from raycl.training.setup.checks import check
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext, ensure_process_group
 from raycl.types import Batch
@@ -365,10 +367,31 @@ def test_rows_are_as_long_as_the_longest_of_their_batch(lab: Lab) -> None:
     assert packed.mean["source"] < padded.mean["source"] <= padded.longest["source"]
 
 
-@pytest.mark.parametrize("named", [{}, {"name": "long-A", "tasks": None}])
-def test_a_rule_for_unknown_texts_that_a_run_refuses_has_no_plan(lab: Lab, named: dict[str, Any]) -> None:
-    """With the data and without it: what is wrong is the method."""
-    config = lab.config("llama", "lora", stream=named, eval={"unknown": "bare"})
+REFUSED = {
+    "unknown texts": ("llama", "lora", {"eval": {"unknown": "bare"}}),
+    "compiled": ("llama", "slm", {"train": {"compile": True}}),
+    "packed": ("bert", "lora", {"train": {"packing": True}}),
+    "label loss": ("llama", "lora", {"train": {"label_loss": "task"}}),
+    "quantized": ("bert", "finetune", {"backbone": {"quantization": "nf4"}}),
+    "answers of a form": ("llama", "lora", {"eval": {"response_format": {"nothing": {"regex": "a"}}}}),
+    "rates by task": ("llama", "lora", {"train": {"learning_rate_by_task": {"nothing": 0.1}}}),
+    "linears": ("bert", {"name": "lora", "target_modules": ["gate_proj"]}, {}),
+}
+"""Name -> backbone, method and sections of a config that a run refuses before it starts."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_run_refuses_has_no_plan(lab: Lab, name: str) -> None:
+    kind, method, sections = REFUSED[name]
+    config = lab.config(kind, method, **sections)
+    with pytest.raises(RayclError) as refusal:
+        check(config)
+    with pytest.raises(RayclError, match=re.escape(str(refusal.value))):
+        plan(config, Cluster(GPUS["a100-80"], 1))
+
+
+def test_a_rule_for_unknown_texts_is_refused_without_the_data_too(lab: Lab) -> None:
+    config = lab.config("llama", "lora", stream={"name": "long-A", "tasks": None}, eval={"unknown": "bare"})
     said = "eval.unknown=bare: method 'lora' under stream.schedule=sequential publishes no statistics"
     with pytest.raises(ConfigError, match=said):
         plan(config, Cluster(GPUS["a100-80"], 1))
