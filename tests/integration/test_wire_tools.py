@@ -169,6 +169,21 @@ def test_calls_are_found_in_the_text(wire: Wire, stream: bool) -> None:
     assert len(json.loads(call.function.arguments)["city"]) == 3 and len(call.id) == 9
 
 
+def test_text_goes_before_the_calls_of_the_same_piece(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    feed, held = CallParser.feed, list[str]()
+
+    def at_the_end(parser: CallParser, text: str, is_last: bool) -> Iterator[str | ToolCall]:
+        held.append(text)
+        return feed(parser, "".join(held), True) if is_last else iter(())
+
+    monkeypatch.setattr(CallParser, "feed", at_the_end)
+    chunks = answered(wire, ASK, tools=TOOLS, extra_body={"guided_regex": WRITTEN}, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    first, text, call, last = deltas
+    assert (first.content, text.content, last.content) == ("", "is", None) and text.tool_calls is None
+    assert [called.function.name for called in call.tool_calls] == ["weather"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_calls_or_one_alone(wire: Wire, stream: bool) -> None:
     for parallel, count in ((True, 2), (False, 1)):

@@ -232,6 +232,9 @@ async def _pieces(
                     most = _most_calls(options)
                     parts = await calls.parts(event.text, event.finish is not None)
                     text, written = _separated(parts, None if most is None else most - called)
+                    if text and written:  # clients take an answer's text to come before its calls
+                        yield _chunk(options, head, number, text, None, logprobs)
+                        text, logprobs = "", None
                     for call in written:
                         yield _chunk(options, head, number, "", None, call={"index": called, **call.tree()})
                         called += 1
