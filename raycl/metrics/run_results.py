@@ -9,7 +9,7 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -280,12 +280,30 @@ def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
         return None
     never = unseen_of(result)
     cells = {task: cell for task, cell in untrained["cells"].items() if task in never}
+    unseen = {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None
+    return _one_row(result, "nothing", untrained["cells"], untrained["mean"]) | {"unseen": unseen}
+
+
+def fused_of(result: Tree, how: str, cells: Mapping[str, Tree], name: str) -> Tree:
+    """Return the scores of one adapter, out of those that a run left, as a result of their own with `metrics.ap`.
+
+    Args:
+        how: how they became one. cells: task -> its cell. name: of the row and seed.
+    """
+    config = {**result["config"], "output": {**(result["config"].get("output") or {}), "name": name}}
+    mean = fmean(float(cell["value"]) for cell in cells.values())
+    row = _one_row(result, f"fusing by {how}", cells, mean)
+    nothing: Tree = {"unseen": None, "general": None, "phase_times": [], "epochs": {}, "variants": {}}
+    return row | {"config": config, "fused": how, **nothing}
+
+
+def _one_row(result: Tree, phase: str, cells: Mapping[str, Tree], mean: float) -> Tree:
+    """Return a result whose matrix has one row, without the costs of the run."""
     return {
         **result,
-        "phases": ["nothing"],
-        "matrix": [[untrained["cells"].get(task) for task in tasks_of(result)]],
-        "metrics": {"ap": untrained["mean"]},
-        "unseen": {"cells": cells, **untrained["unseen"]} if untrained["unseen"] else None,
+        "phases": [phase],
+        "matrix": [[cells.get(task) for task in tasks_of(result)]],
+        "metrics": {"ap": mean},
         **dict.fromkeys(("averages", "revision", "phase_summaries", "untrained", "in_context", "other_row")),
         **dict.fromkeys(("wall_s", "tokens_per_s", "train_s", "prepare_s")),
         **dict.fromkeys(("trained_parameters", "peak_memory_mb", "kept_mb_per_task")),
@@ -316,6 +334,8 @@ def unknown_of(result: Tree) -> dict[str, float]:
 def method_of(result: Tree, settings: str = "") -> str:
     """Return the method with its gradient modifiers and its schedule, unless that is sequential: `lora+migu, joint`.
 
+    Of adapters that were fused after the stream, how they were: `lora, fused by ties`.
+
     Args:
         settings: what tells it from runs of the same method, `r=4`; named behind it.
     """
@@ -323,7 +343,10 @@ def method_of(result: Tree, settings: str = "") -> str:
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
     schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
     name = "+".join([_name(result, "method"), *used])
-    name = name if schedule == "sequential" else f"{name}, {schedule}"
+    if how := result.get("fused"):
+        name = f"{name}, fused by {how}"
+    elif schedule != "sequential":
+        name = f"{name}, {schedule}"
     return f"{name} ({settings})" if settings else name
 
 

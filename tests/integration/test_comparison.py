@@ -19,15 +19,18 @@ from at_step import learn
 from tiny import Lab, run
 
 from raycl import config as configs
+from raycl.bank import Bank
+from raycl.bank.branches import head_of
 from raycl.cli.main import main
 from raycl.errors import ConfigError, StoppedError
 from raycl.launch import cluster, driver, prepared_run
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared
 from raycl.metrics.run_results import find_results
-from raycl.operations.report.run_comparison import compare
+from raycl.operations.banks.unlearning import evaluate
+from raycl.operations.report.run_comparison import compare, runs_to_csv
 from raycl.operations.report.tables import comparison_table
-from raycl.operations.sweep.comparison import ComparisonConfig, plan, rows_of, run_comparison
+from raycl.operations.sweep.comparison import ComparisonConfig, load_comparison, plan, rows_of, run_comparison, states
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
 from raycl.training.workers.stopping import stopped_by
@@ -52,15 +55,15 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
         "lora": {"set": ["method=lora"], "singles": "separate"},
         "broken": {"set": ["stream.tasks=[nowhere]"]},
         "finetune": {"set": ["method=finetune"]},
+        "merged": {"fused": {"of": "separate", "how": "ties", "density": 0.5}},
     }
     published = {"source": "a paper, its table 2", "rows": {"lora": {"ap": 82.02}}}
     tree: dict[str, Any] = {"name": "table", "base": lab.tree("bert"), "runs": runs, "seeds": [3], "at_once": at_once}
     tree["published"] = published
     comparison = configs.validate(ComparisonConfig, tree)
     outcome = run_comparison(comparison, str(tmp_path))
-    assert list(outcome.results) == ["separate-s3", "lora-s3", "finetune-s3"] and sorted(done) == sorted(
-        outcome.results
-    )
+    trained = ["separate-s3", "lora-s3", "finetune-s3"]
+    assert list(outcome.results) == [*trained, "merged-s3"] and sorted(done) == sorted(trained)
     assert list(outcome.failed) == ["broken-s3"] and "nowhere" in outcome.failed["broken-s3"]
     assert outcome.results["lora-s3"]["metrics"]["fwt"] is not None
     later = find_results(tmp_path / "table")
@@ -72,12 +75,52 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     with pytest.raises(
-        ConfigError, match="--only leaves out 'separate', which FWT of its rows needs and which has not"
+        ConfigError, match="--only leaves out 'separate', which its rows need and which has not run: add it"
     ):
-        run_comparison(comparison, str(tmp_path / "anew"), only=("lora",))
+        run_comparison(comparison, str(tmp_path / "anew"), only=("lora", "merged"))
     assert rows_of(comparison, ("lora-s3", "finetune")) == ["lora", "finetune"]
+    check_fused(comparison, outcome.results["merged-s3"], tmp_path)
     again = run_comparison(comparison, str(tmp_path), only=("lora-s3", "finetune"))
     assert len(done) == 3 and again.results["lora-s3"]["metrics"] == outcome.results["lora-s3"]["metrics"]
+
+
+def check_fused(comparison: ComparisonConfig, result: dict[str, Any], folder: Path) -> None:
+    """Check that a row's one adapter out of two is scored, published, and made once, even where scoring was stopped."""
+    runs = Storage.at(folder / "table")
+    bank = Bank(runs.sub("separate-s3/bank"))
+    snapshot = head_of(bank, "merged-s3")
+    assert [set(entry.tasks) for entry in snapshot.adapters] == [set(result["stream"]["tasks"])]
+    scores = {task: score.value for task, score in evaluate(bank, snapshot).items()}
+    assert [cell["value"] for cell in result["matrix"][-1]] == [scores[task] for task in result["stream"]["tasks"]]
+    assert result["metrics"]["ap"] == pytest.approx(sum(scores.values()) / 2)
+    lines = runs_to_csv(find_results(folder / "table")).splitlines()
+    (line,) = [line for line in lines if line.startswith("merged-s3,3,")]
+    assert "lora, fused by ties" in line
+    assert states(comparison, str(folder), ("merged",)) == {"merged-s3": "finished"}
+    runs.sub("merged-s3").delete("results.json")
+    again = run_comparison(comparison, str(folder), only=("merged",)).results["merged-s3"]
+    assert again["matrix"] == result["matrix"] and head_of(bank, "merged-s3").number == snapshot.number
+
+
+def test_what_cannot_be_fused_is_refused_before_a_run(lab: Lab, tmp_path: Path) -> None:
+    def checked(**merged: Any) -> ComparisonConfig:
+        runs = {"lora": {"set": ["method=lora"]}, "apart": {"set": ["method=lora", "stream.schedule=separate"]}}
+        file = tmp_path / "table.yaml"
+        file.write_text(json.dumps({"name": "table", "base": lab.tree("bert"), "runs": {**runs, "merged": merged}}))
+        return load_comparison(str(file))
+
+    assert list(plan(checked(fused={"of": "apart", "how": "svd"}), ".")) == ["lora-s42", "apart-s42", "merged-s42"]
+    for merged, words in (
+        ({"fused": {"of": "lora", "how": "svd"}}, "fused.of: 'lora' publishes no adapter for each task"),
+        (
+            {"fused": {"of": "nothing", "how": "svd"}},
+            "runs.merged.fused.of is 'nothing': expected a run that is listed",
+        ),
+        ({"fused": {"of": "apart", "how": "sum"}}, "runs.merged.fused.how"),
+        ({"fused": {"of": "apart", "how": "svd"}, "set": ["seed=1"]}, "trains nothing: leave set and singles out"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            checked(**merged)
 
 
 def test_the_command_ends_with_verdicts_and_a_page(

@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,10 @@ from raycl.config.names import FolderName
 from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
+from raycl.methods.registry import method_class
 from raycl.metrics.run_results import FOLDER, RESULT_FILE, Published
 from raycl.operations.report.matrix_picture import draw_matrix
+from raycl.operations.sweep.fused_rows import FusedRow, fused_run
 from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
@@ -49,6 +51,14 @@ class ComparisonEntry(Section):
     seeds: tuple[int, ...] | None = Field(
         None, min_length=1, description="the row runs with these of the comparison's seeds only; default: with all"
     )
+    fused: FusedRow | None = Field(
+        None, description="the row trains nothing: it is the adapters of another row, fused to one after the stream"
+    )
+
+    @property
+    def needs(self) -> str | None:
+        """The row whose run with the same seed comes first."""
+        return self.singles if self.fused is None else self.fused.of
 
 
 class ComparisonConfig(Section):
@@ -80,11 +90,18 @@ class ComparisonConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _singles_come_first(self) -> ComparisonConfig:
+    def _needed_rows_come_first(self) -> ComparisonConfig:
         names = list(self.runs)
         for position, (name, entry) in enumerate(self.runs.items()):
-            if entry.singles is not None and entry.singles not in names[:position]:
-                raise ValueError(f"runs.{name}.singles is '{entry.singles}': expected a run that is listed before it")
+            setting = "singles" if entry.fused is None else "fused.of"
+            if entry.needs is not None and entry.needs not in names[:position]:
+                raise ValueError(f"runs.{name}.{setting} is '{entry.needs}': expected a run that is listed before it")
+            if entry.fused is not None and (entry.set or entry.singles):
+                raise ValueError(f"runs.{name} has `fused`, so it trains nothing: leave set and singles out")
+            if entry.fused is not None and self.runs[entry.fused.of].fused is not None:
+                raise ValueError(
+                    f"runs.{name}.fused.of is '{entry.fused.of}', which is fused itself: name a row that trains"
+                )
         return self
 
     @model_validator(mode="after")
@@ -92,17 +109,23 @@ class ComparisonConfig(Section):
         for name, entry in self.runs.items():
             if other := [seed for seed in self.seeds_of(entry) if seed not in self.seeds]:
                 raise ValueError(f"runs.{name}.seeds has {other[0]}: expected some of seeds, {list(self.seeds)}")
-            single = self.runs[entry.singles] if entry.singles is not None else entry
-            if missing := [seed for seed in self.seeds_of(entry) if seed not in self.seeds_of(single)]:
+            first = self.runs[entry.needs] if entry.needs is not None else entry
+            if missing := [seed for seed in self.seeds_of(entry) if seed not in self.seeds_of(first)]:
                 raise ValueError(
-                    f"runs.{name} runs with seed {missing[0]}, and '{entry.singles}', which FWT compares it with, does "
-                    f"not: add it to runs.{entry.singles}.seeds"
+                    f"runs.{name} runs with seed {missing[0]}, and '{entry.needs}', which it needs, does not: add it "
+                    f"to runs.{entry.needs}.seeds"
                 )
         return self
 
     def seeds_of(self, entry: ComparisonEntry) -> tuple[int, ...]:
         """Seeds with which a row runs."""
+        if entry.seeds is None and entry.fused is not None:
+            return self.seeds_of(self.runs[entry.fused.of])
         return self.seeds if entry.seeds is None else entry.seeds
+
+    def entry_of(self, run: str) -> ComparisonEntry:
+        """Return the row of a run."""
+        return self.runs[run.rpartition("-s")[0]]
 
 
 @dataclass(frozen=True)
@@ -133,11 +156,23 @@ def load_comparison(path: str, overrides: Sequence[str] = ()) -> ComparisonConfi
     for name, config in planned.items():
         entry = name.rpartition("-s")[0]
         if (single := comparison.runs[entry].singles) is not None:
-            theirs = configs.as_tree(planned[_needed(comparison, name)])
+            theirs = configs.as_tree(planned[str(_needed(comparison, name))])
             check_singles(config, theirs, f"{source}, runs.{entry}.singles: '{single}'")
+        if (fused := comparison.runs[entry].fused) is not None and not _has_adapters(config):
+            raise ConfigError(
+                f"{source}, runs.{entry}.fused.of: '{fused.of}' publishes no adapter for each task: expected a row "
+                "that does, such as one with method=lora and stream.schedule=separate"
+            )
     for config in planned.values():
         trust.require(trust.requested(configs.as_tree(config)), overrides, source, "base.")
     return comparison
+
+
+def _has_adapters(config: RunConfig) -> bool:
+    """Return whether a run publishes an adapter for each task."""
+    method = method_class(config.method.name)
+    is_apart = config.stream.schedule == "separate" or method.own_adapters
+    return is_apart and not method.trains_backbone and config.bank.publish
 
 
 def _tree(overrides: Sequence[str]) -> Tree:
@@ -167,12 +202,12 @@ def run_comparison(comparison: ComparisonConfig, directory: str, only: tuple[str
     planned = _planned(comparison, directory, only)
     if not planned:
         return ComparisonOutcome({}, {})
-    _check_singles(comparison, planned, Storage.at(directory).sub(comparison.name))
+    _check_needed(comparison, planned, Storage.at(directory).sub(comparison.name))
     if comparison.published is not None:
         comparison.published.write(Storage.at(directory).sub(comparison.name))
     with _data_lines_once():
         if all(config.launch.mode == "local" for config in planned.values()):  # one after another, in this process
-            outcome = _outcome({name: partial(_run, name, config) for name, config in planned.items()})
+            outcome = _outcome({name: partial(_run, comparison, name, config) for name, config in planned.items()})
         else:
             outcome = _on_ray(comparison, planned, directory)
     folder = Storage.at(directory).sub(comparison.name)
@@ -213,7 +248,7 @@ def states(comparison: ComparisonConfig, directory: str, only: tuple[str, ...] =
 
 def _state(run: Storage) -> str:
     if not run.exists(CONFIG):
-        return "not started"
+        return "finished" if run.exists(RESULT_FILE) else "not started"  # a row that is fused has results alone
     status = status_of(run.address)
     return f"{status.state}: {status.message}; {status.details['tasks']}"
 
@@ -239,18 +274,18 @@ def _planned(comparison: ComparisonConfig, directory: str, only: tuple[str, ...]
     }
 
 
-def _check_singles(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], folder: Storage) -> None:
-    """Check that the runs of tasks alone, which others are compared with, are planned or there."""
+def _check_needed(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], folder: Storage) -> None:
+    """Check that the runs which others need are planned or there: of tasks alone, or whose adapters are fused."""
     missing = {
-        comparison.runs[name.rpartition("-s")[0]].singles or ""
-        for name, config in planned.items()
-        if config.eval.singles is not None
-        and (needed := _needed(comparison, name)) not in planned
-        and not folder.sub(needed).exists(RESULT_FILE)
+        str(comparison.entry_of(name).needs)
+        for name in planned
+        if (run := _needed(comparison, name)) is not None
+        and run not in planned
+        and not folder.sub(run).exists(RESULT_FILE)
     }
     if missing:
         names = ", ".join(map(repr, sorted(missing)))
-        raise ConfigError(f"--only leaves out {names}, which FWT of its rows needs and which has not run: add it")
+        raise ConfigError(f"--only leaves out {names}, which its rows need and which has not run: add it")
 
 
 def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:
@@ -264,40 +299,46 @@ def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], dire
     grace_s = max(config.launch.grace_s for config in planned.values())
     with joined(next(iter(planned.values())).launch.address):
         at_once = comparison.at_once or runs_held(planned.values())
+        trained = sum(comparison.entry_of(name).fused is None for name in planned)
         pool, running = ThreadPoolExecutor(at_once, "run"), dict[str, Future[Tree]]()
         signals = StopOnSignal(host, stop.driver, grace_s, has_begun=lambda: True)
-        with signals, WarmWorkers(len(planned)) as warm, left_at_once(), ExitStack() as stack:
+        with signals, WarmWorkers(trained) as warm, left_at_once(), ExitStack() as stack:
             stack.callback(pool.shutdown, cancel_futures=True)
             with left_at_once():  # without waiting for the threads
                 for name, config in planned.items():
                     label = f"{name}: " if at_once > 1 else ""
                     options = RunOptions(share=at_once, label=label, stop=stop, warm=warm, draw=draw_matrix)
-                    first = running.get(_needed(comparison, name))
-                    running[name] = pool.submit(_run_after, first, name, config, options)
+                    first = running.get(_needed(comparison, name) or "")
+                    running[name] = pool.submit(_run_after, first, comparison, name, config, options)
                 return _outcome({name: future.result for name, future in running.items()})
 
 
-def _needed(comparison: ComparisonConfig, name: str) -> str:
-    entry, _, seed = name.rpartition("-s")
-    return f"{comparison.runs[entry].singles}-s{seed}"
+def _needed(comparison: ComparisonConfig, name: str) -> str | None:
+    """Return the run that comes before this one; None: it needs none."""
+    needs = comparison.entry_of(name).needs
+    return None if needs is None else f"{needs}-s{name.rpartition('-s')[2]}"
 
 
-def _run_after(first: Future[Tree] | None, name: str, config: RunConfig, options: RunOptions) -> Tree:
-    """Run it on the cluster, after the run that it is compared with."""
+def _run_after(
+    first: Future[Tree] | None, comparison: ComparisonConfig, name: str, config: RunConfig, options: RunOptions
+) -> Tree:
+    """Run it on the cluster, after the run that it needs."""
     assert options.warm is not None and options.stop is not None, "see _on_ray"
     if first is not None:
         first.exception()  # it is listed before, so is running already
     if options.stop.is_requested:
         raise stopped_by(options.stop.reason, f"'{name}' has not begun")
-    with options.warm.next_run():
-        return _run(name, config, options)
+    with options.warm.next_run() if comparison.entry_of(name).fused is None else nullcontext():
+        return _run(comparison, name, config, options)
 
 
-def _run(name: str, config: RunConfig, options: RunOptions | None = None) -> Tree:
+def _run(comparison: ComparisonConfig, name: str, config: RunConfig, options: RunOptions | None = None) -> Tree:
     from raycl.launch import driver
     from raycl.launch.prepared_run import prepare
 
     log.info("== %s", name)
+    if (fused := comparison.entry_of(name).fused) is not None:
+        return fused_run(fused, config, str(_needed(comparison, name)))
     return driver.train(prepare(config), options or driver.RunOptions(draw=draw_matrix))
 
 
@@ -324,7 +365,8 @@ def plan(comparison: ComparisonConfig, directory: str) -> dict[str, RunConfig]:
             if seed not in comparison.seeds_of(entry):
                 continue
             tree = copy.deepcopy(comparison.base)
-            for override in entry.set:
+            source = entry if entry.fused is None else comparison.runs[entry.fused.of]
+            for override in source.set:
                 configs.apply_override(tree, override)
             tree["seed"] = seed
             tree["output"] = {"dir": folder.address, "name": f"{name}-s{seed}", "exists": "resume"}
