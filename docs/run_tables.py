@@ -54,6 +54,7 @@ class Study(RecordedRuns):
             for row, entry in self.entries.items()
             if row in self.runs
             and "stream.schedule=separate" not in entry.set
+            and entry.fused is None
             and compared in (None, entry.singles is not None)
         ]
         return sorted(names, key=lambda row: fmean(self.numbers(row, "ap")), reverse=True)
