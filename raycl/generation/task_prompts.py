@@ -11,6 +11,7 @@ then the text is read in that task's prompt from the beginning.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import dropwhile
 from typing import NamedTuple
 
 import torch
@@ -144,8 +145,10 @@ class TaskPrompts:
         messages = messages_of(text) if is_chat else ()
         if len(messages) < 2:
             return PromptReading(text, text, tasks, is_chat)
-        system, others = (messages[0].content, messages[1:]) if messages[0].role == "system" else ("", messages)
-        named = self._by_instruction.get(system.strip(), ())
+        others = tuple(dropwhile(lambda message: message.role == "system", messages))
+        leading = messages[: len(messages) - len(others)]
+        instruction = leading[0].content if len(leading) == 1 else ""
+        named = self._by_instruction.get(instruction.strip(), ())
         if named and task in (None, *named):
             messages, text, tasks = others, text_of(others), tasks or named
         turns = self.user_turns if task is None else {task: self.user_turns.get(task, 0)}

@@ -188,10 +188,12 @@ def test_routers_are_fitted_on_as_many_turns_as_most_conversations_have(
     assert [row[:count].tolist() for row, count in zip(ids, mask.sum(1), strict=True)][:3] == fitted
 
 
-def test_a_router_of_single_questions_reads_the_last_message_alone(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["slm", "sapt"])
+def test_a_router_of_single_questions_reads_the_last_message_alone(lab: Lab, tmp_path: Path, method: str) -> None:
     """Earlier turns, even of the same task, are nothing that it was fitted on: a long talk counted as unknown.
 
-    The few longer conversations among the train rows do not change this.
+    The few longer conversations among the train rows do not change this. SAPT reads prompts, and has statistics of the
+    texts beside its attention.
     """
     specs = []
     for task, answers in WORDS.items():
@@ -201,11 +203,13 @@ def test_a_router_of_single_questions_reads_the_last_message_alone(lab: Lab, tmp
             lines += [json.dumps(conversation(answers, 1))] * (split == "train")
             (tmp_path / task / f"{split}.jsonl").write_text("\n".join(lines))
         specs.append({"name": task, "path": str(tmp_path / task)})
-    stream = {"tasks": specs, "max_source_tokens": 48}
-    config = lab.config("llama", "slm", backbone={"chat_template": TEMPLATE}, stream=stream)
+    stream = {"tasks": specs, "max_source_tokens": 48, "dev_fraction": 0.3}
+    rule = {"unknown": "bare", "false_alarms": 0.3}
+    config = lab.config("llama", method, backbone={"chat_template": TEMPLATE}, stream=stream, eval=rule)
     bank, snapshot = snapshot_at(run(config, Storage.at(tmp_path / "run")).storage.sub("bank").uri)
     asked = [Message("user", "the barks is")]
-    earlier = [Message("user", "the sky is"), Message("assistant", "blue")] * 3
+    earlier = [Message("user", "Output : very much warm cold"), Message("assistant", "blue Output")] * 3
     with OfflineModel.open(bank, snapshot) as model:
-        alone, later = model.route([asked, [*earlier, *asked]])
-    assert alone == later
+        assert len({tuple(route.items()) for route in model.route([asked, [*earlier, *asked]])}) == 1
+        alone, later = model.predict([asked, [*earlier, *asked]])
+    assert alone.unknown is later.unknown is False

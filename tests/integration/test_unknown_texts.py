@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,10 @@ def said(answer: dict[str, Any]) -> str:
     return content
 
 
-def test_an_endpoint_answers_unknown_texts_by_its_rule(lab: Lab, tmp_path: Path) -> None:
+def test_an_endpoint_answers_unknown_texts_by_its_rule(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
     done = learned(lab, tmp_path / "run")
     with listening(bank_of(done, tmp_path / "nearest"), false_alarms=RATE) as wire:
         known, unknown = (wire.post(CHAT, asking(text)).json() for text in (KNOWN, UNKNOWN))
@@ -69,6 +73,7 @@ def test_an_endpoint_answers_unknown_texts_by_its_rule(lab: Lab, tmp_path: Path)
         assert status == 422 and "unlike those of all learned tasks" in message and "name a task" in message
         assert said(wire.post(CHAT, asking(KNOWN)).json()) == said(known)
         assert wire.post(CHAT, asking(UNKNOWN, model="colour")).status_code == 200, "the request names its adapters"
+    assert "warm-up" not in caplog.text, "its text is of no task, and is answered"
 
 
 @pytest.mark.parametrize(("policy", "decoding"), [("bare", "auto"), ("refuse", "auto"), ("refuse", "generate")])

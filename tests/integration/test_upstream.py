@@ -215,6 +215,7 @@ def test_each_text_goes_to_its_adapter(
             ("/v1/completions", {"prompt": "x" * 40_000}, "a text has 40000 characters"),
             ("/v1/completions", {"prompt": 3}, "prompt"),
             ("/v1/chat/completions", chat("a", raycl={"adapters": {"a": 0.5}}), "raycl.adapters: Input is not support"),
+            ("/v1/chat/completions", chat("a", raycl={"tsk": "a"}), "raycl: 'tsk' is unknown: did you mean 'task'?"),
             ("/v1/chat/completions", {"messages": []}, "messages: no text of system, user or assistant to route by"),
             ("/v1/chat/completions", {"messages": TOOL_TURNS[2:]}, "messages: no text of system, user or assistant"),
             ("/v1/chat/completions", [], "the body: Input should be a valid dictionary"),

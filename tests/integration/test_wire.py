@@ -294,11 +294,14 @@ def test_listed_models_can_be_requested(wire: Wire, model: SnapshotModel) -> Non
 
 
 def test_names_of_clients_stand_for_models(bank: Bank) -> None:
-    with listening(bank, model_aliases={"gpt-4o": "auto", "gpt-3.5": "colour.1", "gpt-0": "nothing"}) as aliased:
+    with listening(
+        bank, model_aliases={"gpt-4o": "auto", "org/m": "auto", "gpt-3.5": "colour.1", "gpt-0": "nothing"}
+    ) as aliased:
         answered = aliased.chat("fire is", model="gpt-4o")
         assert answered.model == "gpt-4o" and answered.raycl["tasks"] == aliased.chat("fire is").raycl["tasks"]
         assert aliased.chat("fire is", model="gpt-3.5").raycl["adapters"] == {"colour.1": 1.0}
         assert {"gpt-4o", "gpt-3.5"} <= {item.id for item in aliased.openai.models.list()}
+        assert aliased.openai.models.retrieve("org/m").id == "org/m", "names of the hub have a slash"
         with pytest.raises(openai.NotFoundError, match="model 'nothing' does not exist"):
             aliased.chat("fire is", model="gpt-0")
     with pytest.raises(ConfigError, match="model_aliases names 'base', which is a model itself"):
@@ -321,11 +324,20 @@ def test_requests_pin_more_exactly(wire: Wire, model: SnapshotModel) -> None:
     assert sum(hard["adapters"].values()) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_counts_are_of_the_active_snapshot_alone(wire: Wire) -> None:
+    wire.chat("fire is")
+    counted = wire.get("/v1/drift")["served"]
+    wire.chat("fire is", **pinned(snapshot=1))
+    assert wire.get("/v1/drift")["served"] == counted != {}
+
+
 def test_a_route_without_an_answer(wire: Wire, labels: Wire) -> None:
     answer = wire.post("/v1/route", {"input": ["fire is", "it purrs"]}).json()
     assert [list(item) for item in answer["data"]] == [["index", "raycl"]] * 2 and answer["object"] == "list"
     for text, item in zip(("fire is", "it purrs"), answer["data"], strict=True):
         assert item["raycl"]["adapters"] == wire.chat(text).raycl["adapters"]
+    bare = wire.post("/v1/route", {"input": "fire is", **pinned(template=False)["extra_body"]}).json()
+    assert (answer["data"][0]["raycl"]["template"], bare["data"][0]["raycl"]["template"]) == ("colour", "")
     assert labels.post("/v1/route", {"input": "fire is"}).json()["data"][0]["raycl"]["template"] == ""
     assert wire.engine.pending == labels.engine.pending == 0
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from tiny import Lab, run
 
 from raycl.bank import Bank
+from raycl.errors import BankError
 from raycl.generation.grammars import Grammars
 from raycl.generation.requests import Sampling
 from raycl.storage import Storage
@@ -132,6 +134,35 @@ def test_labels_of_the_task_are_the_only_answers_where_the_setting_says_so(bank:
         assert base.choices[0].message.content not in ("red", "blue"), "no task, no labels"
 
 
+def test_a_task_without_a_prompt_has_its_labels_and_its_form(bank: Bank, lab: Lab, tmp_path: Path) -> None:
+    """The run evaluated its answers so, though nothing stands around its texts."""
+    backbone = {"name": bank.open(1).backbone.name}
+    stream = {"prompt": "plain", "max_source_tokens": 64, "max_target_tokens": 8}
+    for name, evaluation, answers in (
+        ("labels", {"labels": "task"}, "red|blue"),
+        ("form", {"response_format": {"colour": {"regex": "[0-9]{4}"}}}, "[0-9]{4}"),
+    ):
+        config = lab.config("llama", "slm", backbone=backbone, stream=stream, eval=evaluation)
+        learned = run(config, Storage.at(tmp_path / name)).storage.sub("bank")
+        with listening(snapshot_at(learned.uri)[0], **({"labels": "task"} if name == "labels" else {})) as wire:
+            answered = wire.chat("fire is warm very", model="colour")
+            assert answered.raycl["template"] == ""
+            assert re.fullmatch(answers, answered.choices[0].message.content)
+
+
+def test_a_snapshot_that_is_refused_leaves_no_forms(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: Any = object()
+
+    def refuse(loaded: Any) -> None:
+        raise BankError("made for another backbone")
+
+    monkeypatch.setattr(wire.engine, "_forms_of", lambda loaded: {})
+    monkeypatch.setattr(wire.engine.model, "add", refuse)
+    with pytest.raises(BankError, match="another backbone"):
+        wire.engine.load_snapshot(refused)
+    assert refused not in wire.engine._forms
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -141,6 +172,7 @@ def test_labels_of_the_task_are_the_only_answers_where_the_setting_says_so(bank:
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex and guided_choice both name the form"),
         ({"guided_choice": []}, "guided_choice: List should have at least 1 item"),
         ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text', 'json_object' or"),
+        ({"response_format": {"type": "json_schema"}}, "response_format: type is json_schema: expected the schema in"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag: Input is not supported"),
     ],
 )

@@ -21,9 +21,10 @@ from raycl.storage import Storage
 from raycl.testing.tiny_models import tiny_model
 from raycl.training.records.named_bank import snapshot_at
 
+CITY = {"type": "string", "maxLength": 5}
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 5}},
+    "properties": {"city": CITY},
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -31,6 +32,7 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "It is <|end|>.", "parameters": PARAMETERS},
 }
+WEATHER_ALONE: Any = {"type": "function", "function": {"name": "weather"}}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 TOOLS: Any = [WEATHER, CLOCK]
 ASK: list[Any] = [{"role": "user", "content": "is it warm?"}]
@@ -189,9 +191,10 @@ def test_several_calls_or_one_alone(wire: Wire, stream: bool) -> None:
     for parallel, count in ((True, 2), (False, 1)):
         settings = {"tools": TOOLS, "parallel_tool_calls": parallel, "extra_body": {"guided_regex": TWICE}}
         if stream:
-            chunks = answered(wire, ASK, **settings, stream=True)
+            chunks = list(answered(wire, ASK, **settings, stream=True))
             calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
             assert [call.index for call in calls] == list(range(count))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "", "line breaks between calls"
         else:
             message = answered(wire, ASK, **settings).choices[0].message
             calls = message.tool_calls
@@ -199,13 +202,17 @@ def test_several_calls_or_one_alone(wire: Wire, stream: bool) -> None:
         assert len(calls) == count and len({call.id for call in calls}) == count
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("choice", ["required", WEATHER_ALONE])
 def test_a_call_that_must_be_made_is_made(wire: Wire, choice: Any) -> None:
     tools = [WEATHER] if choice == "required" else TOOLS
     (found,) = answered(wire, ASK, tools=tools, tool_choice=choice).choices
     assert found.finish_reason == "tool_calls" and found.message.content is None
     (call,) = found.message.tool_calls
     assert call.function.name == "weather" and set(json.loads(call.function.arguments)) == {"city"}
+    nested = {**PARAMETERS, "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": CITY}}
+    described = {"type": "function", "function": {"name": "weather", "parameters": nested}}
+    (found,) = answered(wire, ASK, tools=[described, CLOCK], tool_choice=WEATHER_ALONE).choices
+    assert len(json.loads(found.message.tool_calls[0].function.arguments)["city"]) <= 5, "as Pydantic writes schemas"
     (whole,) = answered(wire, CALLED, tools=tools, tool_choice="none", max_tokens=3).choices
     assert whole.message.tool_calls is None and isinstance(whole.message.content, str)
 
@@ -218,7 +225,8 @@ def test_a_call_that_must_be_made_is_made(wire: Wire, choice: Any) -> None:
             'a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
             ["a", ("f", '{"x": 1}')],
         ),
-        ('{{ "<tool_call>" }}', 'a<tool_call>{"name": "g"}</tool_call>', ["a{'name': 'g'}"]),
+        ('{{ "<tool_call>" }}', 'a<tool_call>{"name": "g"}</tool_call>', ['a{"name": "g"}']),
+        ('{{ "<tool_call>" }}', 'a<tool_call>{"name": ["f"]}</tool_call>', ['a{"name": ["f"]}']),
         ('{{ "<tool_call>" }}', "a<tool_call>no JSON</tool_call> b", ["ano JSON b"]),
         (
             "[TOOL_CALLS]",
@@ -252,6 +260,11 @@ def test_a_tokenizers_own_description_of_answers_goes_first(wire: Wire, monkeypa
     parser = CallParser(codec, codec.chat_template, frozenset("f"), False)
     parts = [*parser.feed('a<do>{"tool": "f", "with": {"x": 1}}', False), *parser.feed("</do>", True)]
     assert parts == ["a", ToolCall("f", '{"x": 1}')]
+    broken = CallParser(codec, codec.chat_template, frozenset("f"), False)
+    text = 'hi <do>{"tool": "f", "with": {}}</do> and <do>{"nothing": 1}</do> end'
+    parts = [part for i in range(0, len(text), 4) for part in broken.feed(text[i : i + 4], i + 4 >= len(text))]
+    said = "".join(part for part in parts if isinstance(part, str))
+    assert said == 'hi  and <do>{"nothing": 1}</do> end' and ToolCall("f", "{}") in parts, "nothing is said twice"
     broken = CallParser(codec, codec.chat_template, frozenset("f"), False)
     assert "".join(map(str, broken.feed("a<do>nothing</do>", True))) == "a<do>nothing</do>"
     broken = CallParser(codec, codec.chat_template, frozenset("f"), False)

@@ -147,8 +147,9 @@ class ServingEngine:
         Raises:
             BankError: see `MultiSnapshotModel.add`; or the forms of its tasks' answers cannot be read.
         """
-        self._forms[loaded] = self._forms_of(loaded)
+        forms = self._forms_of(loaded)
         self.call(lambda: self.model.add(loaded)).result()
+        self._forms[loaded] = forms
         keys = self.model.ahead(loaded)
         for first in range(0, len(keys), PREFETCH_BATCH):
             self.call(partial(self.model.prefetch, keys[first : first + PREFETCH_BATCH])).result()
@@ -371,16 +372,16 @@ class ServingEngine:
         return ready
 
     def _limit(self, request: EngineRequest, routed: RoutedPrompt) -> TokenConstraint | None:
-        """Return the limit to a request's choices, or to the labels or the form of the task whose prompt it has; None:
-        no limit."""
+        """Return the limit to a request's choices, or to the labels or the form of the task that it is read as;
+        None: no limit."""
         assert request.sampling is not None, "labels of a head are not written"
         choices, limit = request.sampling.choices, sys.maxsize
-        if not choices and self._keeps_to_labels and routed.template:
-            choices, limit = request.loaded.labels[routed.template], routed.max_tokens
+        if not choices and self._keeps_to_labels and routed.task:
+            choices, limit = request.loaded.labels.get(routed.task, ()), routed.max_tokens
         if choices:
             return self._tree(routed.prompt_request.prompt, choices, limit)
         calls_tools = request.sampling.keeps_special
-        return None if calls_tools else self._forms.get(request.loaded, {}).get(routed.template)
+        return None if calls_tools else self._forms.get(request.loaded, {}).get(routed.task)
 
     def _new_tree(self, prompt: Prompt, choices: tuple[str, ...], limit: int) -> AllowedTokens:
         """Return the tokens of answers as they are learned behind a prompt; equal ones are made once."""
@@ -406,7 +407,7 @@ class ServingEngine:
             )
         ids = [truncated.ids for truncated in self._truncation.fit(prompts)]
         batch = batch_of(ids, self.model.backbone.codec.pad_id).to(self.model.backbone.device)
-        batch = replace(batch, texts=tuple(request.text for request in requests))
+        batch = replace(batch, texts=tuple(request.reading.routed for request in requests))
         self._texts.deactivate()  # hidden states are read without the adapters of texts that are being decoded
         given = [own for request in requests if (own := request.selection.task) is not None]  # all give one, or none
         return loaded.named(route_batch(loaded.router, self.model.backbone, self.model.stack, batch, given or None))
@@ -430,7 +431,7 @@ class ServingEngine:
         source, target = loaded.snapshot.token_limits(task)
         prompt_request = PromptRequest(request.reading.for_model(prompt), prompt, is_input, ahead, source, request.ids)
         template = task if loaded.prompts.get(task, Prompt()) != Prompt() else ""
-        return RoutedPrompt(weights, template, prompt_request, target or self.max_target)
+        return RoutedPrompt(weights, task, template, prompt_request, target or self.max_target)
 
     # ---- labels ----------------------------------------------------------------------------------------------
 

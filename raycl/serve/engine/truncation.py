@@ -32,11 +32,13 @@ class RoutedPrompt(NamedTuple):
     """The properties of an answer before its text is read.
 
     Attributes:
-        weights: adapter -> weight. template: the task whose prompt stands around the text; "": none does.
+        weights: adapter -> weight. task: the task that the text is read as; "": none.
+        template: the same, where its prompt adds something to the text; "": it does not.
         max_tokens: limit of an answer in that task's training.
     """
 
     weights: dict[str, float]
+    task: str
     template: str
     prompt_request: PromptRequest
     max_tokens: int

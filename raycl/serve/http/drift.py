@@ -12,6 +12,7 @@ from raycl.data.stream import Stream
 from raycl.data.tokens import Split
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
+from raycl.serve.errors import BusyError, DeadlineExceededError
 from raycl.serve.gate.earlier_rows import stream_of
 from raycl.serve.http.schema import DriftAnswer, UnsureAnswer
 from raycl.serve.service.history import MOST_TASKS, OTHER_LABEL, History, TaskCounts
@@ -52,6 +53,8 @@ class TrainingCounts:
         if not self._counting.done():
             return {"state": "counting", "reason": "", "data": {}}
         if (error := self._counting.exception()) is not None:
+            if isinstance(error, BusyError | DeadlineExceededError):
+                self._counting = None  # the next request counts again
             return {"state": "missing", "reason": str(error), "data": {}}
         data = {name: vars(counts) for name, counts in self._counting.result().items()}
         return {"state": "ready", "reason": "", "data": data}
@@ -100,11 +103,12 @@ def record(
     answer: ServedAnswer,
     tasks: dict[str, float],
     text: str,
+    is_active: bool,
 ) -> None:
     """Count a finished answer.
 
     Args:
-        tasks: task -> weight of its adapters.
+        tasks: task -> weight of its adapters. is_active: it is the active snapshot's; counts by task are of that alone.
     """
     labels = loaded.labels.get(max(tasks, key=lambda task: tasks[task], default=""), ())
     label: str | None = None
@@ -114,7 +118,7 @@ def record(
         written = answer.text.strip()
         label = written if written in labels else OTHER_LABEL
     history.add_answer(answer, tasks)
-    if answer.metadata is not None:
+    if answer.metadata is not None and is_active:
         history.served.add(text, answer.metadata, tasks, label)
 
 
@@ -129,7 +133,7 @@ def add_drift(app: FastAPI, service: Service, history: History) -> None:
             "object": "drift",
             "replica": history.replica,
             "snapshot": active,
-            "served": history.served.tree(),
+            "served": history.served.tree(active),
             "training": training.state(),
             "keeps_unsure": history.served.keep_unsure,
         }

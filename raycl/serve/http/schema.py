@@ -6,7 +6,7 @@ Field names and shapes are OpenAI's (platform.openai.com/docs/api-reference); wh
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -122,13 +122,23 @@ class Wire(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore", strict=True)
 
 
-class Pins(Wire):
-    """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts.
-
-    No client of OpenAI's sends this object, so an unknown field in it is a mistake, and would change the answer.
-    """
+class OwnFields(Wire):
+    """Fields that no client of OpenAI's sends, so an unknown one is a mistake, and would change the answer."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _knows_every_field(cls, value: Any) -> Any:
+        unknown = [str(name) for name in value if name not in cls.model_fields] if isinstance(value, dict) else []
+        if unknown:
+            text = f"'{unknown[0][:MAX_NAME]}' is unknown: {meant(unknown[0][:MAX_NAME], cls.model_fields)}"
+            raise PydanticCustomError("unknown_field", "{text}", {"text": text})
+        return value
+
+
+class Pins(OwnFields):
+    """The snapshot, adapters or task that a request pins; together with `model`, the narrower one counts."""
 
     snapshot: int | None = Field(None, ge=1, le=MAX_NUMBER, description="answer from this snapshot")
     adapters: Annotated[dict[Name, Weight] | None, BeforeValidator(_check_few)] = Field(
@@ -140,15 +150,6 @@ class Pins(Wire):
     )
     mix: Annotated[bool, NullIs(True)] = Field(True, description="false: only the best task's adapters; null: true")
     template: bool | None = Field(None, description="prompt of the task around the text; null: not in completions")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _knows_every_field(cls, value: Any) -> Any:
-        unknown = [str(name) for name in value if name not in cls.model_fields] if isinstance(value, dict) else []
-        if unknown:
-            text = f"'{unknown[0][:MAX_NAME]}' is unknown: {meant(unknown[0][:MAX_NAME], cls.model_fields)}"
-            raise PydanticCustomError("unknown_field", "{text}", {"text": text})
-        return value
 
 
 NO_PINS = Pins()
@@ -180,7 +181,7 @@ class JsonSchemaFormat(Wire):
     """The JSON schema of an answer."""
 
     name: Name | None = None
-    schema_: Schema = Field(default_factory=dict, alias="schema")
+    schema_: Annotated[Schema, NullIs({})] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(Wire):
@@ -188,6 +189,12 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _names_its_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise PydanticCustomError("missing_schema", "type is json_schema: expected the schema in json_schema")
+        return self
 
 
 class StructuredOutputs(Wire):

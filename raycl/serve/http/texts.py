@@ -161,12 +161,13 @@ async def _complete(service: Service, history: History, options: GenerationOptio
             calls = _parser(service, options, loaded, answer.metadata)
             parts = await calls.parts(answer.text, True) if calls else [text]
             said, called = _separated(parts, _most_calls(options))
+            said = said.strip() if called else said
             content = {"message": {"role": "assistant", "content": said or (None if called else "")}}
             if called:
                 content["message"]["tool_calls"] = [call.tree() for call in called]
                 finish = "tool_calls" if finish == "stop" else finish
         details = details_of(loaded, answer.metadata).model_dump()
-        record(history, loaded, answer, details["tasks"], options.texts[number])
+        record(history, loaded, answer, details["tasks"], options.texts[number], service.is_active(loaded))
         logprobs = _logprobs(service, options, answer.logprobs, prompt=answer.prompt_logprobs)
         choices.append({"index": number, **content, "finish_reason": finish, "logprobs": logprobs, "raycl": details})
     kind = "chat.completion" if options.chat else "text_completion"
@@ -196,8 +197,20 @@ def _separated(parts: Iterable[str | ToolCall], most: int | None) -> tuple[str, 
     """Return the text of a part of an answer, and its first calls."""
     known = list(parts)
     calls = [part for part in known if isinstance(part, ToolCall)]
-    text = "".join(part for part in known if isinstance(part, str))
-    return (text.strip() if calls else text), calls[:most]
+    return "".join(part for part in known if isinstance(part, str)), calls[:most]
+
+
+def _without_space(text: str, is_first: bool, has_calls: bool, is_last: bool) -> tuple[str, str]:
+    """Return what of a stream's text is sent now, and the white space at its end, which waits for further text: around
+    calls it is dropped.
+
+    Args:
+        is_first: nothing was sent before.
+    """
+    if is_last and not has_calls:
+        return text, ""
+    sent = text.rstrip()
+    return (sent.lstrip() if is_first and has_calls else sent), text[len(sent) :]
 
 
 async def _pieces(
@@ -214,7 +227,7 @@ async def _pieces(
     ):
         for number, queue in enumerate(queues):
             answer, began, tasks, offset = ServedAnswer(), time.perf_counter(), {}, 0
-            calls, called = None, 0
+            calls, called, space, is_first = None, 0, "", True
             async for event in service.events(queue, deadline):
                 take(answer, event, began)
                 if isinstance(event, Started):
@@ -232,6 +245,9 @@ async def _pieces(
                     most = _most_calls(options)
                     parts = await calls.parts(event.text, event.finish is not None)
                     text, written = _separated(parts, None if most is None else most - called)
+                    has_calls = bool(called or written)
+                    text, space = _without_space(space + text, is_first, has_calls, event.finish is not None)
+                    is_first = is_first and not text
                     if text and written:  # clients take an answer's text to come before its calls
                         yield _chunk(options, head, number, text, None, logprobs)
                         text, logprobs = "", None
@@ -246,7 +262,7 @@ async def _pieces(
                 else:
                     yield _chunk(options, head, number, "", None, logprobs)
             service.observe(answer)
-            record(history, loaded, answer, tasks, options.texts[number])
+            record(history, loaded, answer, tasks, options.texts[number], service.is_active(loaded))
             answers.append(answer)
     if options.request.includes_usage:
         yield {**head, "object": _kind(options), "choices": [], "usage": usage(answers, options.request.answers)}

@@ -93,10 +93,12 @@ class CallParser:
             template: chat template of the prompt. names: names of the tools that are offered.
             is_forced: the answer is a call, as `forced_schema` describes it.
         """
-        self._names, self._whole, self._said = names, "", ""
+        self._names, self._whole = names, ""
+        self._passed_on = 0  # characters of the whole that were read and passed on
         self._parser: _OwnForm | _KnownForm | None = None
         own = getattr(codec.tokenizer, "response_template", None) if template == codec.chat_template else None
         form = own or next((form for mark, form in FORMS.items() if mark in template), {})
+        self._close: str = (form or {}).get("fields", {}).get("tool_calls", {}).get("close", "")
         self._waits = is_forced or form is None
         if form and not is_forced:
             self._parser = _OwnForm(form) if own else _KnownForm(form)
@@ -122,43 +124,57 @@ class CallParser:
 
     def _parsed(self, text: str, is_last: bool) -> Iterator[str | ToolCall]:
         assert self._parser is not None, "there is a form"
+        begin = len(self._whole)
         self._whole += text
         try:
             events = self._parser.events(text, is_last)
-        except (LookupError, TypeError, ValueError):  # what stands in the place of a call is none
+        except (LookupError, RecursionError, TypeError, ValueError):  # what stands in the place of a call is none
             self._parser = None
-            yield self._whole.removeprefix(self._said)
+            yield self._whole[self._passed_on :]
             return
         for event in events:
             if event["field"] == "content" and event["type"] == "region_chunk":
-                self._said += event["text"]
+                at = self._whole.find(event["text"], self._passed_on)
+                self._passed_on = max(self._passed_on, at + len(event["text"]))
                 yield event["text"]
             elif event["field"] == "tool_calls" and event["type"] == "region_close":
-                yield from self._calls(event["value"]) or [str(event["value"])]
+                end = self._whole.find(self._close, max(self._passed_on, begin - len(self._close)))  # in this piece
+                self._passed_on = max(self._passed_on, begin if end < 0 else end + len(self._close))
+                value = event["value"]
+                yield from self._calls(value) or [
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                ]
 
     def _calls(self, value: Any) -> list[str | ToolCall]:
         """Return calls of tools that are offered; nothing where it is something else."""
         found: list[str | ToolCall] = []
         for item in value if isinstance(value, list) else [value]:
             call = item.get("function", item) if isinstance(item, dict) else {}
-            if not isinstance(call, dict) or call.get("name") not in self._names:
+            name = call.get("name") if isinstance(call, dict) else None
+            if not isinstance(name, str) or name not in self._names:
                 return []
             given = call.get("arguments", call.get("parameters", {}))
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            found.append(ToolCall(call["name"], arguments))
+            found.append(ToolCall(name, arguments))
         return found
 
 
 def forced_schema(tools: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of a call of one of these tools, whose parameters have schemas."""
+    """Return the JSON schema of a call of one of these tools, whose parameters have schemas.
+
+    Each of these is a schema of its own (`$id`), so that its `$ref` point into it.
+    """
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": parameters or {"type": "object"}},
+            "properties": {
+                "name": {"const": name},
+                "arguments": {"$id": f"https://tools.invalid/{number}", **(parameters or {"type": "object"})},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, parameters in tools.items()
+        for number, (name, parameters) in enumerate(tools.items())
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 

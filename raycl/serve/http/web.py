@@ -188,17 +188,18 @@ async def _each(
         history: counts the answers; None: each is a mixture alone.
     """
     deadline, texts, route_only = service.deadline, request.texts, history is None
+    is_templated = request.pins.template is not False
     service.check(texts)
     async with (
         select(service, request) as (loaded, selection),
-        service.submit(loaded, selection, texts, route_only=route_only) as queues,
+        service.submit(loaded, selection, texts, route_only=route_only, templated=is_templated) as queues,
     ):
         answers = [await service.complete(queue, deadline, route_only) for queue in queues]
         made = [answer.metadata for answer in answers if answer.metadata is not None]
         details = [details_of(loaded, metadata).model_dump() for metadata in made]
         if history is not None:
             for text, answer, metadata in zip(texts, answers, details, strict=True):
-                record(history, loaded, answer, metadata["tasks"], text)
+                record(history, loaded, answer, metadata["tasks"], text, service.is_active(loaded))
     return answers, details
 
 
@@ -222,7 +223,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         """Return every value of `model`."""
         return JSONResponse({"object": "list", "data": names()})
 
-    @app.get("/v1/models/{name}", response_model=None, responses={200: {"model": ListedModel}})
+    @app.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ListedModel}})
     def model(name: str) -> Response:
         """Return a model by name."""
         matching = [entry for entry in names() if entry["id"] == name]

@@ -140,8 +140,9 @@ class ServedCounts:
         once = {entry[2].text: entry[2] for entry in reversed(listed)}
         return [asdict(once[text]) for text in dict.fromkeys(entry[2].text for entry in listed)]
 
-    def tree(self) -> dict[str, Any]:
-        return {task: vars(counts) for task, counts in self.tasks.items()}
+    def tree(self, snapshot: int) -> dict[str, Any]:
+        """Return the counts of a snapshot by task; none where it has not answered since another one did."""
+        return {task: vars(counts) for task, counts in self.tasks.items()} if snapshot == self._snapshot else {}
 
 
 @dataclass

@@ -90,20 +90,27 @@ def uses_static_cache(config: ServeConfig, backbone: Backbone) -> bool:
 
 
 def _warm(engine: ServingEngine, loaded: LoadedSnapshot) -> None:
-    """Answer a warm-up text, so that encoder, adapters and kernels are loaded before the first request."""
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    """Route a text and answer one, so that encoder, adapters and kernels are loaded before the first request.
 
-    task = loaded.snapshot.tasks[0].name if loaded.snapshot.tasks else None
+    The text is of no task, so the answer is of pinned adapters: an endpoint may refuse it otherwise.
+    """
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    snapshot = loaded.snapshot
+    task = snapshot.tasks[0].name if snapshot.tasks else None
+    first = {snapshot.adapters[0].name: 1.0} if snapshot.adapters else {}
     sampling = None if engine.capabilities.answers == "label" else Sampling(2)
-    request = EngineRequest(
-        "a warm-up text", events.put, sampling, loaded=loaded, selection=AdapterSelection(None, task)
+    routed = EngineRequest("a warm-up text", events.put, None, loaded=loaded, selection=AdapterSelection(None, task))
+    routed.route_only = True
+    answered = EngineRequest(
+        "a warm-up text", events.put, sampling, loaded=loaded, selection=AdapterSelection(first, task)
     )
-    engine.submit(request)
-    event = events.get()
-    while not is_last(event, request.route_only):
+    for request in (routed, answered):
+        engine.submit(request)
         event = events.get()
-    if isinstance(event, Failed):
-        log.warning("the warm-up answer failed: %s", event.error)
+        while not is_last(event, request.route_only):
+            event = events.get()
+        if isinstance(event, Failed):
+            log.warning("the warm-up answer failed: %s", event.error)
 
 
 def close_service(service: Service) -> None:

@@ -122,6 +122,10 @@ class Service:
 
     # ---- snapshots -------------------------------------------------------------------------------------------
 
+    def is_active(self, loaded: LoadedSnapshot) -> bool:
+        """Return whether a snapshot answers requests that name none."""
+        return self.snapshot_manager.active is loaded
+
     @asynccontextmanager
     async def use_snapshot(self, number: int | None) -> AsyncIterator[LoadedSnapshot]:
         """Yield a snapshot, which stays loaded inside; None: the active one.

@@ -28,6 +28,7 @@ from raycl.serve.http.schema import (
     ModelName,
     ModelsAnswer,
     Name,
+    OwnFields,
     Text,
     Texts,
     Unsupported,
@@ -181,12 +182,13 @@ def _reason(error: aiohttp.ClientConnectorError) -> str:
     return os.strerror(error.errno) if error.errno else str(error.os_error)
 
 
-class UpstreamFields(Wire):
+class UpstreamFields(OwnFields):
     """The fields of a request that name its adapter."""
 
     task: Name | None = Field(None, description="the text's task, for routers that go by it")
     input: Text | None = Field(None, description="what the router reads; null: the whole prompt")
     adapters: Unsupported = None
+    mix: Unsupported = None
     snapshot: Unsupported = None
     template: Unsupported = None
 

@@ -37,6 +37,8 @@ def test_a_system_message_reaches_the_router_only_as_a_tasks_instruction() -> No
     assert (named.text, named.routed, named.tasks) == ("who won?", "who won?", ("food",))
     other = result.reading(f"<|system|>\nBe brief.\n{asked}", is_chat=True)
     assert (other.text, other.routed) == (f"<|system|>\nBe brief.\n{asked}", "who won?") and other.tasks is None
+    both = result.reading(f"<|system|>\nSort food.\n<|system|>\nBe brief.\n{asked}", is_chat=True)
+    assert (both.routed, both.tasks) == ("who won?", None), "a client's own before it: no instruction alone"
     pinned = result.reading(other.text, is_chat=True, task="news")
     assert (pinned.routed, pinned.tasks) == (other.text, ("news",)), "as in training"
     plain = tasks(TextRouter, {name: superni(f"Sort {name}.") for name in CHAT})

@@ -18,7 +18,7 @@ def test_texts_count_for_the_task_with_the_largest_weight() -> None:
     served.add("one", metadata(0.2, 1.0), {"news": 0.75, "film": 0.25}, "world")
     served.add("two", metadata(1.0, 9.0), {"news": 0.6, "film": 0.4}, "sport")
     served.add("three", metadata(), {}, None)
-    counts = json.loads(json.dumps(served.tree()))
+    counts = json.loads(json.dumps(served.tree(1)))
     assert counts["news"] == {
         "texts": 2,
         "unknown": 1,
@@ -26,7 +26,7 @@ def test_texts_count_for_the_task_with_the_largest_weight() -> None:
         "labels": {"world": 1, "sport": 1},
     }
     assert (counts[""]["texts"], counts[""]["unknown"]) == (1, None), "nothing is known without a threshold"
-    assert "film" not in counts
+    assert "film" not in counts and served.tree(2) == {}, "the snapshot after it has not answered yet"
     assert served.unsure() == [], "texts are kept only where the setting asks for it"
 
 
@@ -34,7 +34,7 @@ def test_another_snapshot_begins_at_zero_and_keeps_the_texts() -> None:
     served = ServedCounts(keep_unsure=2)
     served.add("far", metadata(1.0, 9.0), {"news": 1.0}, "world")
     served.add("near", metadata(0.1, 1.0, snapshot=2), {"film": 1.0}, None)
-    assert list(served.tree()) == ["film"]
+    assert list(served.tree(2)) == ["film"]
     assert [one["text"] for one in served.unsure()] == ["far", "near"]
 
 
