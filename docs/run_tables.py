@@ -26,7 +26,7 @@ from raycl.config import flatten, load, load_tree, read_yaml
 from raycl.metrics.paired_comparison import TaskScore, difference
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
-from raycl.operations.report.tables import points
+from raycl.operations.report.tables import NOTHING, points
 from raycl.operations.report.verdicts import Verdict, corrected, interval_text
 from raycl.operations.sweep.comparison import ComparisonConfig, ComparisonEntry
 from raycl.text_tables import short_number
@@ -84,7 +84,7 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "FWT": _points("fwt"),
     "BWT": _points("bwt"),
     "alone": lambda study, row: points(Spread.over(study.alone(row))),
-    "time": lambda study, row: f"{study.numbers(row, 'wall_s')[0]:.0f} s",
+    "time": lambda study, row: f"{times[0]:.0f} s" if (times := study.numbers(row, "wall_s")) else NOTHING,
     "before": _points("general_before"),
     "after": _points("general_after"),
     "change": _points("general_delta"),
@@ -92,7 +92,9 @@ COLUMNS: dict[str, Callable[[Study, str], str]] = {
     "unseen": _points("unseen"),
     **{kind: _points(f"unseen_{kind}") for kind in TYPES},
     "trained": lambda study, row: short_number(max(study.numbers(row, "trained_parameters"), default=0)),
-    "memory": lambda study, row: f"{fmean(study.numbers(row, 'peak_memory_mb')):,.0f} MiB",
+    "memory": lambda study, row: (
+        f"{fmean(sizes):,.0f} MiB" if (sizes := study.numbers(row, "peak_memory_mb")) else NOTHING
+    ),
 }
 """Head -> cell of a row. The time is that of the first seed. Any other head is a task's name: its last score."""
 

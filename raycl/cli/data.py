@@ -79,6 +79,10 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    if options.examples < 0:
+        from raycl.errors import ConfigError
+
+        raise ConfigError(f"--examples is {options.examples}: expected 0 or more")
     config = _config(options)
     refuses = config.stream.on_bad_row == "refuse"
     from raycl.backbone import load_codec, load_skeleton

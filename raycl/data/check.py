@@ -130,7 +130,8 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
             taken = sum(len(stream.rows(task, other)) for other in others)
             unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
             unusable = 0 if split != "train" and raw is train else raw.left_out + raw.blank
-            check.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable)
+            dropped = 0 if split != "train" and raw is train else raw.dropped
+            check.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable, unlabelled=dropped)
             check.notes += [note for note in raw.notes if note not in check.notes]
     check.mistakes = mistakes_of(stream, task)
     try:

@@ -132,6 +132,8 @@ class TaskSpec(Section):
             )
         if set(self.words) & set(self.words.values()) - {label for label, word in self.words.items() if label == word}:
             raise ValueError(f"task '{self.name}' has words that are labels with other words: choose other words")
+        if isinstance(self.labels, tuple) and (twice := [name for name in self.labels if self.labels.count(name) > 1]):
+            raise ValueError(f"task '{self.name}' has the label '{twice[0]}' twice: name each once")
         if self.first_label is not None and not isinstance(self.labels, tuple):
             raise ValueError(f"task '{self.name}' sets first_label without a list of labels: name the labels in order")
         return self

@@ -199,11 +199,13 @@ def holm(values: Sequence[float | None]) -> list[tuple[float, float] | None]:
     """
     known = sorted((p, index) for index, p in enumerate(values) if p is not None)
     corrected: list[tuple[float, float] | None] = [None] * len(values)
-    largest = 0.0
+    largest, level = 0.0, LEVEL
     for rank, (p, index) in enumerate(known):
         left = len(known) - rank
+        if largest < LEVEL:
+            level = LEVEL / left  # after the first that fails, the others would have to reach its level
         largest = max(largest, min(1.0, left * p))
-        corrected[index] = (largest, LEVEL / left)
+        corrected[index] = (largest, level)
     return corrected
 
 

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
 from raycl.config import Section, Tree
-from raycl.errors import DamagedError, RunError
+from raycl.errors import ConfigError, DamagedError, RunError
 from raycl.metrics.paired_comparison import RowScores
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
@@ -154,7 +154,10 @@ def _run_folders(storage: Storage, published: Published | None = None) -> Iterat
         yield storage, published
         return
     if storage.exists(PUBLISHED_FILE):
-        published = configs.validate(Published, dict(storage.read_json(PUBLISHED_FILE)))
+        try:
+            published = configs.validate(Published, dict(storage.read_json(PUBLISHED_FILE)))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise RunError(f"'{storage.uri}/{PUBLISHED_FILE}' has no published numbers: {error}") from error
     else:
         published = None
     selector = fs.FileSelector(storage.path(), allow_not_found=True)
@@ -261,9 +264,13 @@ UNTRAINED: BareKind = "untrained"
 IN_CONTEXT: BareKind = "in_context"
 
 
+SHOTS = "in context"
+"""Beginning of the title of scores with examples."""
+
+
 def shots_of(result: Tree) -> str:
     """Return the title of scores with examples."""
-    return f"in context ({result['config'].get('eval', {}).get('shots', 0)})"
+    return f"{SHOTS} ({result['config'].get('eval', {}).get('shots', 0)})"
 
 
 def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
@@ -284,17 +291,17 @@ def untrained_of(result: Tree, kind: BareKind = UNTRAINED) -> Tree | None:
     return _one_row(result, "nothing", untrained["cells"], untrained["mean"]) | {"unseen": unseen}
 
 
-def fused_of(result: Tree, how: str, cells: Mapping[str, Tree], name: str) -> Tree:
+def fused_of(result: Tree, fused: Tree, cells: Mapping[str, Tree], name: str) -> Tree:
     """Return the scores of one adapter, out of those that a run left, as a result of their own with `metrics.ap`.
 
     Args:
-        how: how they became one. cells: task -> its cell. name: of the row and seed.
+        fused: `how` they became one, and the other settings of it. cells: task -> its cell. name: of the row and seed.
     """
     config = {**result["config"], "output": {**(result["config"].get("output") or {}), "name": name}}
     mean = fmean(float(cell["value"]) for cell in cells.values())
-    row = _one_row(result, f"fusing by {how}", cells, mean)
+    row = _one_row(result, f"fusing by {fused['how']}", cells, mean)
     nothing: Tree = {"unseen": None, "general": None, "phase_times": [], "epochs": {}, "variants": {}}
-    return row | {"config": config, "fused": how, **nothing}
+    return row | {"config": config, "fused": fused, **nothing}
 
 
 def _one_row(result: Tree, phase: str, cells: Mapping[str, Tree], mean: float) -> Tree:
@@ -343,8 +350,8 @@ def method_of(result: Tree, settings: str = "") -> str:
     used = [name for name in modifiers if not isinstance(modifiers, dict) or modifiers[name] is not None]
     schedule = (result["config"].get("stream") or {}).get("schedule", "sequential")
     name = "+".join([_name(result, "method"), *used])
-    if how := result.get("fused"):
-        name = f"{name}, fused by {how}"
+    if fused := result.get("fused"):
+        name = f"{name}, fused by {fused['how']}"
     elif schedule != "sequential":
         name = f"{name}, {schedule}"
     return f"{name} ({settings})" if settings else name

@@ -31,7 +31,9 @@ from raycl.operations.banks.unlearning import evaluate
 from raycl.operations.report.run_comparison import compare, runs_to_csv
 from raycl.operations.report.tables import comparison_table
 from raycl.operations.sweep.comparison import ComparisonConfig, load_comparison, plan, rows_of, run_comparison, states
+from raycl.operations.sweep.fused_rows import FusedRow
 from raycl.storage import Storage
+from raycl.storage.records import hashed
 from raycl.training.records.journal import read_state
 from raycl.training.workers.stopping import stopped_by
 
@@ -100,6 +102,16 @@ def check_fused(comparison: ComparisonConfig, result: dict[str, Any], folder: Pa
     runs.sub("merged-s3").delete("results.json")
     again = run_comparison(comparison, str(folder), only=("merged",)).results["merged-s3"]
     assert again["matrix"] == result["matrix"] and head_of(bank, "merged-s3").number == snapshot.number
+    row = FusedRow(of="separate", how="ties", density=0.9)
+    changed = comparison.model_copy(
+        update={"runs": {**comparison.runs, "merged": comparison.runs["merged"].model_copy(update={"fused": row})}}
+    )
+    for file in ("results.json", None):
+        said = run_comparison(changed, str(folder), only=("merged",)).failed["merged-s3"]
+        assert "has another fusion (fused.density was 0.5, now 0.9): name the row otherwise, or remove it" in said
+        if file:
+            runs.sub("merged-s3").delete(file)
+    runs.sub("merged-s3").write_json("results.json", hashed(again))
 
 
 def test_what_cannot_be_fused_is_refused_before_a_run(lab: Lab, tmp_path: Path) -> None:
@@ -118,9 +130,18 @@ def test_what_cannot_be_fused_is_refused_before_a_run(lab: Lab, tmp_path: Path) 
         ),
         ({"fused": {"of": "apart", "how": "sum"}}, "runs.merged.fused.how"),
         ({"fused": {"of": "apart", "how": "svd"}, "set": ["seed=1"]}, "trains nothing: leave set and singles out"),
+        ({"fused": {"of": "apart", "how": "average", "density": 0.3}}, "density acts on ties and dare alone"),
     ):
         with pytest.raises(ConfigError, match=words):
             checked(**merged)
+    tree = {"name": "table", "base": lab.tree("bert"), "runs": {}}
+    with pytest.raises(ConfigError, match="runs"):
+        configs.validate(ComparisonConfig, tree)
+    apart = {"set": ["method=lora", "stream.schedule=separate"]}
+    for again in ({"singles": "fused"}, {"fused": {"of": "fused", "how": "svd"}}):
+        tree["runs"] = {"apart": apart, "fused": {"fused": {"of": "apart", "how": "svd"}}, "again": again}
+        with pytest.raises(ConfigError, match="is 'fused', which is fused itself: name a row that trains"):
+            configs.validate(ComparisonConfig, tree)
 
 
 def test_the_command_ends_with_verdicts_and_a_page(

@@ -44,9 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from raycl.errors import ConfigError
     from raycl.operations.advise.advice import Case, advise, read_study
 
     kind, size = options.kind, options.size
+    for name in ("tasks", "rows", "memory"):
+        if (given := getattr(options, name)) is not None and not 0 < given < math.inf:
+            raise ConfigError(f"--{name} is {given:g}: expected a number above 0")
+    if options.memory is not None and not (options.backbone or size):
+        raise ConfigError(
+            "--memory is compared with the backbone's weights: name its --size, such as 7B, or --backbone"
+        )
     words = []
     if options.backbone:
         from raycl.backbone import BackboneConfig

@@ -47,9 +47,10 @@ def run(options: argparse.Namespace) -> int:
     recorded = [root for root in options.runs if root.endswith(".csv")]
     if recorded:
         return _recorded(options, recorded)
-    from raycl.metrics.run_results import find_results
+    from raycl.metrics.run_results import FOLDER, find_results
 
     results = [result for root in options.runs for result in find_results(root)]
+    results = list({result[FOLDER]: result for result in results}.values())  # folders may lie in one another
     from raycl.operations.report.latex import to_latex
     from raycl.operations.report.phase_summaries import has_attention, has_routing
     from raycl.operations.report.plots import attention_figure, matrix_figure, save_png
@@ -77,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
     if options.png:
         note(options, f"wrote {save_png(matrix_figure(results), options.png)}")
     if options.router_png:
-        note(options, f"wrote {save_png(router_figure(routed or results), options.router_png)}")
+        note(options, f"wrote {save_png(router_figure(routed), options.router_png)}")
     if options.attention_png:
         attending = [result for result in results if has_attention(result)]
-        note(options, f"wrote {save_png(attention_figure(attending or results), options.attention_png)}")
+        note(options, f"wrote {save_png(attention_figure(attending), options.attention_png)}")
     if options.latex:
         _write(options, options.latex, to_latex(pages))
     if options.matrix_csv:
@@ -137,6 +138,10 @@ def _title(roots: list[str]) -> str:
 
 
 def _write(options: argparse.Namespace, path: Path, text: str) -> None:
+    if path.is_dir():
+        from raycl.errors import RunError
+
+        raise RunError(f"'{path}' is a folder: name a file in it, such as {path / 'report.html'}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     note(options, f"wrote {path}")

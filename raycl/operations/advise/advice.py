@@ -123,13 +123,14 @@ def read_study(files: Path, kind: str | None = None) -> Study:
     comparison = comparisons[kind]
     recorded = RecordedRuns(files / f"results/{comparison.name}.csv")
     measured = []
+    trained = [f"train.{key}={value}" for key, value in configs.flatten(comparison.base["train"]).items()]
     for row, entry in comparison.runs.items():
         tree = configs.load_tree(None, entry.set)
         searched = entry.singles is not None and row not in CHOSEN_ON_TEST
         labels_given = LABELS_GIVEN in entry.set
         seeds = list(recorded.runs.get(row, {}).values())
         if seeds and (searched or labels_given):
-            measured.append(_measured(row, entry.set, tree, seeds, labels_given))
+            measured.append(_measured(row, (*entry.set, *trained), tree, seeds, labels_given))
     stream = comparison.base["stream"]
     runs = [run for seeds in recorded.runs.values() for run in seeds.values()]
     return Study(
@@ -139,7 +140,7 @@ def read_study(files: Path, kind: str | None = None) -> Study:
         runs[0]["backbone"],
         len(stream["tasks"]),
         stream["train_rows"],
-        max(float(run["trained_parameters"]) for run in runs),
+        max(float(run["trained_parameters"]) for run in runs if run["trained_parameters"]),
         sorted(measured, key=lambda row: -row.ap.mean),
         recorded,
     )
@@ -228,7 +229,7 @@ class Advice:
                 "keeps": keeps(row),
                 "needs_task": row.needs_task,
                 "not_served": row.not_served,
-                "command": command(row, self.case),
+                "command": command(self.study, row, self.case),
             }
             for row in self.best
         ]
@@ -253,7 +254,7 @@ class Advice:
         lines += [f"left out, since they {why}: {', '.join(names)}" for why, names in self.left_out.items()]
         if any(LABELS_GIVEN in row.settings for row in study.measured):
             lines.append(f"rows named -own choose among the labels of the text's own task ({LABELS_GIVEN})")
-        commands = "\n".join(f"  {command(row, case)}" for row in self.best)
+        commands = "\n".join(f"  {command(study, row, case)}" for row in self.best)
         listed = "\n".join(f"- {line}" for line in lines)
         return render(Group(Text(head), table, Text(listed), Text(f"\nto train it, and the others:\n{commands}")))
 
@@ -280,9 +281,10 @@ def advise(study: Study, case: Case) -> Advice:
     return Advice(study, case, allowed[:SHOWN], left_out, [*_undecided(study, allowed), *_far(study, case, allowed[0])])
 
 
-def command(row: Measured, case: Case) -> str:
-    """Return the command that trains as the row was measured."""
-    return shlex.join(["raycl", "train", *row.settings, *case.words])
+def command(study: Study, row: Measured, case: Case) -> str:
+    """Return the command that trains as the row was measured; a backbone that the case does not name is `MODEL`."""
+    is_named = study.kind == "encoder" or any(word.startswith("backbone.name=") for word in case.words)
+    return shlex.join(["raycl", "train", *row.settings, *case.words, *([] if is_named else ["backbone.name=MODEL"])])
 
 
 def keeps(row: Measured) -> str:

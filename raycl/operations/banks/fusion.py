@@ -12,9 +12,10 @@ since the ranks of LoRAs add up. The others have full rank and are cut to `rank`
 the share of the update that this loses is reported.
 """
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from peft.utils.merge_utils import dare_linear, task_arithmetic, ties
@@ -29,6 +30,7 @@ from raycl.types import AdapterState, RouterState
 
 How = Literal["average", "arithmetic", "ties", "dare", "svd"]
 HOW: tuple[How, ...] = ("average", "arithmetic", "ties", "dare", "svd")
+ONE_AT_A_TIME = threading.Lock()
 AVERAGED: tuple[How, ...] = ("average", "dare", "svd")
 """Those in which each adapter has the weight 1 / N where none is given; in the others it has 1."""
 
@@ -40,13 +42,14 @@ class FusionSettings:
     Attributes:
         density: share of an update's entries that are kept: the largest (ties), or drawn ones (dare).
         rank: rank of the fused adapter; None: ranks added up, and the largest rank with svd.
-        seed: of the entries that are drawn.
+        seed: of the entries that are drawn. record: what else the snapshot's record says of it.
     """
 
     how: How
     density: float = 0.2
     rank: int | None = None
     seed: int = 0
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def weights(self, names: Mapping[str, float | None]) -> dict[str, float]:
         """Return the weight of each adapter; None: the default of `how`."""
@@ -101,7 +104,13 @@ def fuse(
     is_summed = snapshot.router.settings.get("head_rule") in ("logit", "sum")
     state, lost = fused_state(states, weights, settings, is_summed)
     tasks = list(dict.fromkeys(task for entry in entries.values() for task in entry.tasks))
-    made = {"how": settings.how, "weights": weights, "density": settings.density, "seed": settings.seed}
+    made = {
+        "how": settings.how,
+        "weights": weights,
+        "density": settings.density,
+        "seed": settings.seed,
+        **settings.record,
+    }
     provenance = {"fused": {**made, "snapshot": snapshot.sha256}}
     adapter = bank.publish(name, state, snapshot.backbone, tasks, provenance)
     router, _ = put_router(bank, RouterState("single"))
@@ -150,7 +159,7 @@ def _cut(
     """Return A and B of every linear, and the share of the norm that they lack."""
     paths = list(dict.fromkeys(path for state in states.values() for path in state.linears))
     linears, whole, missing = {}, 0.0, 0.0
-    with torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):  # PEFT draws from torch's one generator
         torch.manual_seed(settings.seed)
         for path in counted_off(paths, "fusing linears"):
             having = {name: state for name, state in states.items() if path in state.linears}

@@ -222,7 +222,9 @@ def attention_figure(results: Sequence[Tree]) -> Figure:
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.
     """
-    if not 0 < len(results) <= MOST_RUNS:
+    if not results:
+        raise RunError("none of these runs has attention to draw: expected runs of sapt")
+    if len(results) > MOST_RUNS:
         raise RunError(f"a picture of attention in {len(results)} runs cannot be read: give between 1 and {MOST_RUNS}")
     attention = [AttentionWeights.of(result) for result in results]
     most = max(len(run.keys) for run in attention)

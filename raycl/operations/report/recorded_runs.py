@@ -7,7 +7,7 @@ from pathlib import Path
 from raycl import config as configs
 from raycl.errors import RunError
 from raycl.metrics.paired_comparison import Difference, TaskScore, difference
-from raycl.metrics.run_results import METRICS, Published
+from raycl.metrics.run_results import METRICS, SHOTS, UNTRAINED, Published
 from raycl.operations.report.run_comparison import COSTS, OPTIONAL, Line, Spread
 from raycl.operations.report.verdicts import Verdict, corrected
 
@@ -42,19 +42,22 @@ class RecordedRuns:
         self.runs: dict[str, dict[str, dict[str, str]]] = {}
         if not file.is_file():
             raise RunError(f"there is no file '{file}': expected one of `raycl report RUNS --runs-csv`")
-        with file.open(encoding="utf-8", newline="") as lines:
-            table = csv.DictReader(lines)
-            missing = sorted(set(HEADS) - set(table.fieldnames or ()))
-            if missing:
-                raise RunError(
-                    f"'{file}' lacks {', '.join(missing)}: expected a file of `raycl report RUNS --runs-csv`"
-                )
-            for run in table:
-                self._add(run)
+        try:
+            with file.open(encoding="utf-8-sig", newline="") as lines:
+                table = csv.DictReader(lines)
+                missing, runs = sorted(set(HEADS) - set(table.fieldnames or ())), list(table)
+        except (UnicodeError, csv.Error) as error:
+            raise RunError(f"'{file}' is no CSV file in UTF-8 ({error}): write it anew, or convert it") from error
+        if missing:
+            raise RunError(f"'{file}' lacks {', '.join(missing)}: expected a file of `raycl report RUNS --runs-csv`")
+        for run in runs:
+            self._add(run)
         if not self.runs:
             raise RunError(f"'{file}' has no runs: expected a file of `raycl report RUNS --runs-csv`")
 
     def _add(self, run: dict[str, str]) -> None:
+        if None in run or None in run.values():
+            raise RunError(f"'{self.file}': the line of run '{run['run']}' has not as many cells as the head: mend it")
         for column, cell in run.items():
             if column in (*METRICS, *OPTIONAL, *COSTS) or column.startswith(SCORE):
                 try:
@@ -63,7 +66,7 @@ class RecordedRuns:
                     raise RunError(
                         f"'{self.file}': {column} of run '{run['run']}' is '{cell}', expected a number"
                     ) from error
-        by_seed = self.runs.setdefault(run["run"].rpartition("-s")[0], {})
+        by_seed = self.runs.setdefault(run["run"].removesuffix(f"-s{run['seed']}"), {})
         if run["seed"] in by_seed:
             raise RunError(f"'{self.file}' has two lines of run '{run['run']}', seed {run['seed']}: expected one")
         by_seed[run["seed"]] = run
@@ -108,8 +111,13 @@ class RecordedRuns:
 
     @property
     def _alone(self) -> set[str]:
-        """The rows of another schedule, which is written behind the method: `lora, separate`."""
-        return {row for row, runs in self.runs.items() for run in runs.values() if ", " in run["method"]}
+        """The rows of another schedule, which is written behind the method (`lora, separate`), or of no training."""
+        return {
+            row
+            for row, runs in self.runs.items()
+            for run in runs.values()
+            if ", " in run["method"] or run["method"] == UNTRAINED or run["method"].startswith(SHOTS)
+        }
 
     def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Return the verdicts on AP of the first row of each pair against the second, corrected over all of them."""
@@ -117,7 +125,8 @@ class RecordedRuns:
 
     def _difference(self, first: str, second: str) -> Difference | None:
         one, other = self._scores(first), self._scores(second)
-        return difference([(scores, other[seed]) for seed, scores in one.items() if seed in other])
+        pairs = [(scores, other[seed]) for seed, scores in one.items() if seed in other]
+        return difference([(scores, others) for scores, others in pairs if scores.keys() == others.keys()])
 
     def _scores(self, row: str) -> dict[str, dict[str, TaskScore]]:
         self.numbers(row, "ap")

@@ -57,7 +57,9 @@ def router_figure(results: Sequence[Tree]) -> Figure:
     Raises:
         RunError: no results, more than `MOST_RUNS`, a run without a router or with more than `MOST_TASKS` tasks.
     """
-    if not 0 < len(results) <= MOST_RUNS:
+    if not results:
+        raise RunError("none of these runs has a router to draw: expected runs of slm, sapt or the like")
+    if len(results) > MOST_RUNS:
         raise RunError(f"a picture of {len(results)} routers cannot be read: give between 1 and {MOST_RUNS} runs")
     routings = [RouterSummary.of(result) for result in results]
     most = max(len(routing.tasks) for routing in routings)

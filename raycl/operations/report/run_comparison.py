@@ -16,6 +16,7 @@ from typing import Any, get_args
 from raycl.config import Tree, flatten
 from raycl.data.sources.table_cells import spreadsheet
 from raycl.metrics.run_results import (
+    FOLDER,
     IN_CONTEXT,
     INSTRUCTION,
     METRICS,
@@ -220,7 +221,7 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
     """
     bare = _bare(results)
     lines = [_line([result], "") for result in results] + [line for line, _ in bare]
-    names_of = [(result["config"].get("output") or {}).get("name") for result in results]
+    names_of = [_folder_name(result) for result in results]
     names_of += [f"{line.method}-s{result['config'].get('seed')}" for line, result in bare]
     results = [*results, *(result for _, result in bare)]
     names = [*points_of(lines), *COSTS]
@@ -235,6 +236,11 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
     return spreadsheet(rows)
 
 
+def _folder_name(result: Tree) -> str:
+    named = (result["config"].get("output") or {}).get("name")
+    return str(named or result.get(FOLDER, "").rstrip("/").rpartition("/")[2])
+
+
 def _bare(results: Sequence[Tree]) -> list[tuple[Line, Tree]]:
     """Return a line and a result for each seed's scores before any training, once for each stream and backbone."""
     found: dict[tuple[Any, ...], tuple[Line, Tree]] = {}
@@ -243,7 +249,7 @@ def _bare(results: Sequence[Tree]) -> list[tuple[Line, Tree]]:
             if (scores := untrained_of(result, kind)) is not None:
                 name = UNTRAINED if kind == UNTRAINED else shots_of(scores)
                 line = replace(_line([scores], ""), method=name, printed={})
-                key = (kind, line.stream, line.backbone, result["config"].get("seed"))
+                key = (kind, line.stream, line.backbone, *tasks_of(result), result["config"].get("seed"))
                 found.setdefault(key, (line, scores))
     return list(found.values())
 
@@ -267,7 +273,7 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
 def _untrained(results: Sequence[Tree], like: Tree, kind: BareKind) -> Line | None:
     """Return the untrained backbone on this run's stream, over the seeds that evaluated it; None: none did."""
     same = [
-        result for result in results if (stream_of(result), backbone_of(result)) == (stream_of(like), backbone_of(like))
+        result for result in results if (*_title(result)[1:], *tasks_of(result)) == (*_title(like)[1:], *tasks_of(like))
     ]
     by_seed = {
         result["config"].get("seed"): scores for result in same if (scores := untrained_of(result, kind)) is not None
@@ -291,7 +297,8 @@ def _optional(result: Tree) -> dict[str, float | None]:
 
 
 def _compared(result: Tree) -> Tree:
-    leaves = flatten(result["config"])
+    fused = {key: value for key, value in (result.get("fused") or {}).items() if key not in ("snapshot", "seed")}
+    leaves = flatten(result["config"] | ({"fused": fused} if fused else {}))
     return {key: leaf for key, leaf in leaves.items() if not {key, key.partition(".")[0]} & NOT_COMPARED}
 
 

@@ -204,17 +204,25 @@ def methods_of(results: Sequence[Tree], measure: str) -> list[ComparedMethod]:
     for settings, group in grouped(results):
         if any(metric_of(result, measure) is None for result in group):
             continue
-        runs: dict[tuple[Any, int], RunScores] = {}
+        by_seed: dict[Any, list[RunScores]] = {}
         for result in group:
-            seed = result["config"].get("seed")
-            runs[seed, sum(key[0] == seed for key in runs)] = MEASURES[measure](result)
+            by_seed.setdefault(result["config"].get("seed"), []).append(MEASURES[measure](result))
+        runs = {seed: _mean(some) for seed, some in by_seed.items()}
         first = group[0]
         bench = (stream_of(first), backbone_of(first), *sorted(next(iter(runs.values()))))
         schedule = (first["config"].get("stream") or {}).get("schedule", "sequential")
         ap = fmean(metric_of(result, "ap") or 0.0 for result in group)
         title = method_of(first, settings)
-        found.append(ComparedMethod(title, _rows(group), bench, ap, schedule == "sequential", runs))
+        competes = schedule == "sequential" and not first.get("fused")
+        found.append(ComparedMethod(title, _rows(group), bench, ap, competes, runs))
     return found
+
+
+def _mean(runs: Sequence[RunScores]) -> RunScores:
+    """Return the mean scores of runs with the same seed, which are no draws of their own."""
+    if len(runs) == 1:
+        return runs[0]
+    return {task: TaskScore(fmean(scores[task].value for scores in runs)) for task in runs[0]}
 
 
 def _rows(group: Sequence[Tree]) -> frozenset[str]:

@@ -66,7 +66,7 @@ class ComparisonConfig(Section):
 
     name: FolderName = Field(description="name of the comparison and of its folder")
     base: dict[str, Any] = Field(default_factory=dict, description="config tree that all runs share")
-    runs: dict[str, ComparisonEntry] = Field(description="name of a row -> what it sets")
+    runs: dict[str, ComparisonEntry] = Field(min_length=1, description="name of a row -> what it sets")
     seeds: tuple[int, ...] = Field(
         (42,),
         min_length=1,
@@ -96,12 +96,12 @@ class ComparisonConfig(Section):
             setting = "singles" if entry.fused is None else "fused.of"
             if entry.needs is not None and entry.needs not in names[:position]:
                 raise ValueError(f"runs.{name}.{setting} is '{entry.needs}': expected a run that is listed before it")
+            if entry.needs is not None and self.runs[entry.needs].fused is not None:
+                raise ValueError(
+                    f"runs.{name}.{setting} is '{entry.needs}', which is fused itself: name a row that trains"
+                )
             if entry.fused is not None and (entry.set or entry.singles):
                 raise ValueError(f"runs.{name} has `fused`, so it trains nothing: leave set and singles out")
-            if entry.fused is not None and self.runs[entry.fused.of].fused is not None:
-                raise ValueError(
-                    f"runs.{name}.fused.of is '{entry.fused.of}', which is fused itself: name a row that trains"
-                )
         return self
 
     @model_validator(mode="after")

@@ -4,13 +4,14 @@ This is what merging after the stream would score, as `raycl bank fuse` does it 
 """
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raycl.bank.branches import Branch, resolve
 from raycl.config import Section, Tree, flatten
 from raycl.config.trust import Permissions
+from raycl.errors import ResumeError
 from raycl.metrics.run_results import RESULT_FILE, fused_of, read_results
 from raycl.storage import Storage
 from raycl.storage.records import hashed
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from raycl.training.setup.run_config import RunConfig
 
 
+DENSITY = 0.2
+"""Share of an update's entries that TIES and DARE keep where none is named."""
+
+
 class FusedRow(Section):
     """The settings of `raycl bank fuse`."""
 
@@ -27,12 +32,21 @@ class FusedRow(Section):
         description="the row, listed before, whose runs publish an adapter for each task; its seeds are this row's"
     )
     how: Literal["average", "arithmetic", "ties", "dare", "svd"] = Field(description="how its adapters become one")
-    density: float = Field(
-        0.2, gt=0, le=1, description="ties, dare: share of an update's entries that is kept, the largest or drawn ones"
+    density: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of an update's entries that is kept, the largest (ties) or drawn ones (dare). null: 0.2",
     )
     rank: int | None = Field(
         None, ge=1, description="rank of the fused adapter. null: ranks added up, and the largest rank with svd"
     )
+
+    @model_validator(mode="after")
+    def _density_acts(self) -> Self:
+        if self.density is not None and self.how not in ("ties", "dare"):
+            raise ValueError(f"density acts on ties and dare alone, and how is '{self.how}': leave it out")
+        return self
 
 
 def fused_run(row: FusedRow, config: "RunConfig", source: str) -> Tree:
@@ -44,30 +58,46 @@ def fused_run(row: FusedRow, config: "RunConfig", source: str) -> Tree:
         config: of the run whose adapters are fused, with this row's folder as output. source: name of that run.
 
     Raises:
-        RunError: it has no results. BankError: it published no adapters, or one for all tasks. AdapterError: they are
-            no plain LoRAs. StorageError: a file cannot be read or written.
+        RunError: the other run has no results. ResumeError: there are results, or a fused snapshot, of other settings
+            or of another run. BankError: it published no adapters, or one for all tasks. AdapterError: they are no
+            plain LoRAs. StorageError: a file cannot be read or written.
     """
     name, runs = str(config.output.name), Storage.at(str(config.output.dir))
     folder, run = runs.sub(name), runs.sub(source)
+    result = read_results(run.address)
+    bank, published = bank_at(run.address)
+    source_snapshot = resolve(bank, published)
+    fused = row.model_dump() | {"snapshot": source_snapshot.sha256, "seed": config.seed}
     if folder.exists(RESULT_FILE):
-        return read_results(folder.address)
+        known = read_results(folder.address)
+        _check_same(name, known.get("fused"), fused, f"the folder '{folder.address}'")
+        return known
     from raycl.operations.banks.fusion import FusionSettings, fuse  # brings peft
     from raycl.operations.banks.unlearning import RecordedSources, evaluate  # brings the engine
 
-    result = read_results(run.address)
-    bank, published = bank_at(run.address)
     branch = Branch(bank, name)
     if (head := branch.head()) is None:
-        settings = FusionSettings(row.how, row.density, row.rank, config.seed)
-        snapshot = fuse(bank, resolve(bank, published), settings, {}, name).snapshot
+        settings = FusionSettings(row.how, row.density or DENSITY, row.rank, config.seed, {"row": fused})
+        snapshot = fuse(bank, source_snapshot, settings, {}, name).snapshot
         branch.advance(snapshot, f"fused by {row.how}")
     else:  # the run was stopped before it was scored
         snapshot = bank.open(head)
+        made = snapshot.provenance.get("fused", {}).get("row")
+        _check_same(name, made, fused, f"branch '{name}' of the bank '{bank.storage.address}'")
     own = config.backbone
     addresses = [value for value in flatten(result["config"]).values() if isinstance(value, str) and "://" in value]
     permissions = Permissions(own.trust_remote_code, own.allow_pickle)
     sources = RecordedSources(backbone=own.name, permissions=permissions, storage=addresses)
     scores = evaluate(bank, snapshot, sources=sources)
-    fused = fused_of(result, row.how, {task: asdict(score) for task, score in scores.items()}, name)
-    folder.write_json(RESULT_FILE, hashed(fused))
-    return fused
+    tree = fused_of(result, fused, {task: asdict(score) for task, score in scores.items()}, name)
+    folder.write_json(RESULT_FILE, hashed(tree))
+    return tree
+
+
+def _check_same(name: str, known: Tree | None, fused: Tree, where: str) -> None:
+    if known is None:
+        raise ResumeError(f"{where} is not of row '{name}': name the row otherwise, or remove it")
+    if changed := [
+        f"fused.{key} was {known.get(key)}, now {fused[key]}" for key in fused if known.get(key) != fused[key]
+    ]:
+        raise ResumeError(f"{where} has another fusion ({', '.join(changed)}): name the row otherwise, or remove it")

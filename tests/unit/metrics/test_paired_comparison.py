@@ -123,10 +123,13 @@ def test_one_seed_is_compared_over_its_tasks_and_one_task_says_nothing() -> None
 
 
 def test_holms_correction() -> None:
-    """The smallest p-value is multiplied by their number, the next by one less; none falls below a smaller one."""
+    """The smallest p-value is multiplied by their number, the next by one less; none falls below a smaller one.
+
+    Those after the first that fails had to reach its level.
+    """
     assert holm([0.01, 0.04, None, 0.03, 0.005]) == [
         pytest.approx((0.03, 0.05 / 3)),
-        pytest.approx((0.06, 0.05)),
+        pytest.approx((0.06, 0.025)),
         None,
         pytest.approx((0.06, 0.025)),
         pytest.approx((0.02, 0.0125)),

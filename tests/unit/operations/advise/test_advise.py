@@ -91,7 +91,10 @@ def test_what_the_figures_cannot_tell_is_said(study: Study) -> None:
     assert "rows of one seed cannot be told from epi either: gem, agem, mbpa++ and 4 more" in shown
     assert "not measured at your size: 5k rows a task, 100 in the study" in shown and "7B parameters" in shown
     assert "100 tasks, 8 in the study: epi keeps an adapter of each" in shown
-    assert "raycl train 'method={name: epi, ridge: 0.1}' train.learning_rate=0.01 backbone.name=mine" in shown
+    trained = "train.epochs=3 train.batch_size=8 train.lr_scheduler=linear"
+    assert (
+        f"raycl train 'method={{name: epi, ridge: 0.1}}' train.learning_rate=0.01 {trained} backbone.name=mine" in shown
+    )
     assert "not measured at your size" not in str(advise(study, Case(tasks=9, rows=150, parameters=3e7)))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from raycl.cli.main import main
 from raycl.errors import RunError
+from raycl.metrics.run_results import FOLDER
 from raycl.operations.report.page.recorded_sections import recorded_sections, studies_of
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import compare, runs_to_csv
@@ -111,12 +112,39 @@ def test_other_files_and_names_are_refused(
         "has two lines of run 'slm-s0', seed 0": [*lines, lines[1]],
         "has no runs": lines[:1],
         "ap of run 'slm-s0' is 'much', expected a number": [lines[0], lines[1].replace("80.0", "much", 1)],
-        "of run 'slm-s0' is 'None', expected a number": [lines[0], lines[1].rpartition(",")[0]],
+        "the line of run 'slm-s0' has not as many cells as the head": [lines[0], lines[1].rpartition(",")[0]],
+        "the line of run 'slm-s0' has not as many": [lines[0], f"{lines[1]},1"],
     }
     for message, kept in damage.items():
         file.write_text("\n".join(kept), encoding="utf-8")
         with pytest.raises(RunError, match=message):
             RecordedRuns(file)
+    file.write_text("\n".join(lines).replace("slm", "é"), encoding="latin-1")
+    with pytest.raises(RunError, match="is no CSV file in UTF-8"):
+        RecordedRuns(file)
+    file.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert RecordedRuns(file).tasks == study.tasks, "as Excel saves it"
+
+
+def test_rows_have_the_names_of_their_runs(make_result: Make, tmp_path: Path) -> None:
+    """A run without a name has that of its folder; what follows `-s` is a seed only where it is the run's."""
+    results = runs(make_result, "a")[:4]
+    for result, name in zip(results, ("my-slm", "my-slm-s1", "my-sapt", "my-sapt-s1"), strict=True):
+        result["config"]["output"] = {"name": None}
+        result[FOLDER] = f"/runs/{name}"
+    assert list(recorded(results, tmp_path / "a.csv").runs) == ["my-slm", "my-sapt"]
+
+
+def test_methods_of_other_tasks_and_of_no_training_do_not_compete(make_result: Make, tmp_path: Path) -> None:
+    results = runs(make_result, "a")[:4]
+    for result in results:
+        result["untrained"] = {"cells": {}, "mean": 1.0, "unseen": None}
+    study = recorded(results, tmp_path / "a.csv")
+    assert study.competing() == ["slm", "lora"] and "untrained" in study.runs
+    for seed in study.runs["lora"]:
+        study.runs["lora"][seed]["score_agnews"] = ""
+    (verdict,) = study.verdicts([("lora", "slm")])
+    assert verdict.difference is None, "they have other tasks"
 
 
 def test_files_without_what_a_section_shows_have_a_page_too(make_result: Make, tmp_path: Path) -> None:

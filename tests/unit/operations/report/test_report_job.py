@@ -73,7 +73,9 @@ def test_routing_is_printed_and_drawn_for_runs_that_have_it(
     text = capsys.readouterr().out
     assert text.count("discriminant *") == 2 and text.count("routers:") == 1
     assert report([str(tmp_path / "lora"), "--router-png", str(png)]) == 1
-    assert capsys.readouterr().err.startswith("error: 'lora on long-a, mini-t5, seed 0' has no router")
+    assert capsys.readouterr().err.startswith("error: none of these runs has a router to draw")
+    assert report([str(tmp_path), "--html", str(tmp_path)]) == 1
+    assert "is a folder: name a file in it, such as" in capsys.readouterr().err
 
 
 def test_errors_are_one_line_and_status_one(

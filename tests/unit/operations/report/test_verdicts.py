@@ -14,8 +14,8 @@ import pytest
 from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.latex import to_latex
-from raycl.operations.report.run_comparison import to_csv
-from raycl.operations.report.verdicts import verdict_table, verdicts_of
+from raycl.operations.report.run_comparison import grouped, to_csv
+from raycl.operations.report.verdicts import methods_of, verdict_table, verdicts_of
 from raycl.storage.records import hashed
 
 Make = Callable[..., dict[str, Any]]
@@ -92,6 +92,24 @@ def test_rows_of_the_runs_folders_are_paired(make_result: Make, tmp_path: Path) 
     (tmp_path / "lora-s1/predictions/002-yahoo/yahoo.jsonl").unlink()
     (verdict,) = verdicts_of(find_results(tmp_path))
     assert verdict.difference is not None and verdict.difference.over == "seeds and tasks"
+
+
+def test_a_run_that_is_given_twice_is_no_second_seed(make_result: Make) -> None:
+    results = [*moved(make_result, "sapt", (0.0,), (0,)), *moved(make_result, "lora", (-16.0,), (0,))]
+    (once,), (twice,) = verdicts_of(results), verdicts_of(results * 2)
+    assert twice.tree == once.tree and once.tree["seeds"] == 1
+
+
+def test_a_fused_row_is_no_reference_of_its_own_accord(make_result: Make) -> None:
+    fused = moved(make_result, "slm", (9.0, 9.0, 9.0))
+    for result in fused:
+        result["fused"] = {"how": "ties", "density": 0.2}
+    methods = methods_of([*fused, *moved(make_result, "lora", (0.0, 1.0, 2.0))], "ap")
+    assert {method.title: method.competes for method in methods} == {"lora": True, "slm, fused by ties": False}
+    other = moved(make_result, "slm", (5.0, 5.0, 5.0))
+    for result in other:
+        result["fused"] = {"how": "ties", "density": 0.9}
+    assert [settings for settings, _ in grouped([*fused, *other])] == ["fused.density=0.2", "fused.density=0.9"]
 
 
 def test_what_cannot_be_compared(make_result: Make) -> None:
