@@ -166,7 +166,8 @@ class Branch:
                 yield snapshot
 
     def advance(self, snapshot: Snapshot, why: str, replaces: Callable[[int], bool] | None = None) -> Move:
-        """Move to a snapshot that descends from the head (a fast-forward). If the head is that snapshot, stay.
+        """Move to a snapshot that descends from the head (a fast-forward), or takes the place of a head whose record is
+        lost. If the head is that snapshot, stay.
 
         Args:
             replaces: whether the snapshot may replace a head that is no ancestor of it; None: never.
@@ -177,9 +178,16 @@ class Branch:
         """
         last = self.last()
         head = None if last is None else last.snapshot
-        if last is not None and head == snapshot.number:
+        if last is not None and (head, last.sha256) == (snapshot.number, snapshot.sha256):
             return last
-        if head is not None and not is_ancestor(self.bank, head, snapshot) and not (replaces and replaces(head)):
+        is_lost = head is not None and not self.bank.storage.exists(snapshot_file(head))
+        is_lost = is_lost or head == snapshot.number  # its number was used again
+        if (
+            head is not None
+            and not is_lost
+            and not is_ancestor(self.bank, head, snapshot)
+            and not (replaces and replaces(head))
+        ):
             raise self._moved(snapshot, head)
         return self._add(last.number if last else 0, snapshot.number, snapshot.sha256, why, snapshot)
 
@@ -205,6 +213,8 @@ class Branch:
     def left(self, snapshot: int) -> int | None:
         """Return the snapshot, or its nearest ancestor, that the branch had and went back from; None: there is none."""
         line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
+        if not line and had:
+            return None  # the head's record is lost, so the branch says nothing
         number: int | None = snapshot
         while number is not None and number not in line and number not in had:
             number = self.bank.open(number).parent if self.bank.storage.exists(snapshot_file(number)) else None

@@ -152,7 +152,8 @@ def with_tasks(config: RunConfig, added: Sequence[str], learned: Collection[str]
     """Return the config with tasks at the end of its stream.
 
     A task that is added is learned as if it had been there from the start: order, draws and seeds of a phase depend on
-    its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test).
+    its place and its own name alone, so the matrix is the one of a run that knew all tasks (a property test). The
+    exception is a modifier that leaves the first task unmasked (`skip_first_task`): the only task of a run was masked.
 
     Args:
         added: names below the stream's root, or tasks of your own, by path or YAML (`{name: mail, path: data/mail}`).

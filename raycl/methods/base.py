@@ -113,6 +113,11 @@ class MethodConfig(Section):
             holder[key] = {task: value for task, value in holder[key].items() if task == tasks[index]}
         return settings
 
+    @property
+    def least_epochs(self) -> int:
+        """The epochs of a task below which the method is another one without further settings."""
+        return 1
+
     def settings_by_task(self) -> dict[str, dict[str, Any]]:
         """Return the dotted path -> name of a task -> its value."""
         settings = {path: at(as_tree(self), path) for path in self.by_task}

@@ -169,6 +169,8 @@ class Osft(Method):
         """Return the share of directions that is kept of each block's weights. Collective."""
         if self.config.least == self.config.most:
             return {}
+        if not self._blocks():
+            return {}
         blocks = {block: self.backbone.model.get_submodule(block.removeprefix("model.")) for block in self._blocks()}
         with observed_blocks(self.backbone, blocks) as seen:
             context.forward_pass(seen.begin_batch)
@@ -216,7 +218,7 @@ def shares(cosines: Mapping[str, float], least: float, most: float) -> dict[str,
     Args:
         cosines: layer -> mean cosine of what it reads and writes.
     """
-    mean = sum(cosines.values()) / len(cosines)
+    mean = sum(cosines.values()) / len(cosines) or 1.0
     return {layer: min(1.0, max(0.0, least + cosine / mean * (most - least))) for layer, cosine in cosines.items()}
 
 

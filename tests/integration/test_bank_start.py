@@ -17,7 +17,7 @@ from raycl import config as configs
 from raycl.bank import Bank, Snapshot
 from raycl.bank.branches import Branch, head_of, line_of
 from raycl.bank.manifest import FORMAT
-from raycl.bank.states import get_router, state_objects
+from raycl.bank.states import get_record, get_router, put_state, state_objects
 from raycl.errors import BankError, ConfigError, RayclError, RunError, StorageError, UnreachableError
 from raycl.launch import prepared_run
 from raycl.methods.base import at
@@ -26,8 +26,9 @@ from raycl.operations.banks.merge import merge
 from raycl.operations.banks.unlearning import forget
 from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
+from raycl.training.records.bank_start import read_training_state
 from raycl.training.records.journal import Journal, read_state
-from raycl.training.records.tensor_objects import SharedReader
+from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.setup import run_config
 from raycl.training.setup.run_config import RunConfig
 
@@ -376,6 +377,19 @@ def test_a_damaged_training_state_starts_nothing(
         work(prepared)
     assert not read_state(prepared.storage).checkpoints
     assert any("training state" in problem or named in problem for problem in verify(bank).problems)
+
+
+@pytest.mark.parametrize("field", ["phase", "router", "phases"])
+def test_a_strangers_training_state_without_a_field_is_refused(
+    learned: Callable[[Path], Bank], tmp_path: Path, field: str
+) -> None:
+    bank = learned(tmp_path)
+    snapshot = bank.open(1)
+    values, infos = get_record(bank, snapshot)
+    sha256 = put_state(bank, {key: value for key, value in values.items() if key != field}, {}, infos)
+    foreign = snapshot.model_copy(update={"training": sha256})
+    with pytest.raises(BankError, match="the training state of snapshot 1 cannot be read"):
+        read_training_state(bank, foreign, TensorObjects(Storage.at(tmp_path / "run"), bank.storage))
 
 
 def test_prune_keeps_training_states_of_kept_snapshots_alone(

@@ -42,6 +42,8 @@ CASES = {
         "stream.schedule=separate",
         ["stream.schedule=separate", "method=sapt"],
     ),
+    "train.epochs_by_task.topic=2": ("stream.schedule=joint", ["method=lora"]),
+    "method.r_by_task.topic=2": ("stream.schedule=joint", ["method=sapt"]),
     "train.warmup_ratio=0.1": ("train.warmup_steps=5", ["train.lr_scheduler=linear"]),
     "checkpoint.export=each": ("method=lora", []),
     "tracking.project=mine": ("tracking.tracker=none", []),

@@ -49,7 +49,11 @@ class TreeLoraConfig(LoraSettings, MethodConfig):
     """TreeLoRA: one LoRA that is drawn towards that of similar earlier tasks, layer by layer."""
 
     name: Literal["treelora"] = "treelora"
-    weight: float = Field(0.5, ge=0, description="share of the loss by which alignment counts at an epoch's end")
+    weight: float = Field(
+        0.5,
+        ge=0,
+        description="share of the loss by which alignment counts at an epoch's end; none of it in epochs of one step",
+    )
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = ("weight",)
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("weight",)
@@ -215,7 +219,8 @@ class TreeLora(Lora):
         held = values["treelora"]
         kinds = [*(f"task{number}" for number in range(held["tasks"])), "epoch"]
         groups = [under(f"treelora/{kind}/", tensors) for kind in kinds]
-        *self._means, self._mean = ([group[str(at)] for at in range(len(group))] for group in groups)
+        *self._means, mean = ([group[str(at)] for at in range(len(group))] for group in groups)
+        self._mean = [part.clone() for part in mean]  # it changes, and what is given may be other processes' too
         self._step, self._steps, self._chosen = held["step"], held["steps"], list(held["chosen"])
         self._distances = [list(row) for row in held["distances"]]
         self._choices = [list(row) for row in held["choices"]]

@@ -75,6 +75,10 @@ class SaberConfig(GrowingPromptsConfig):
     rank: int = Field(3, ge=1, description="directions of an earlier task's gradients that no refinement follows")
     batches: int = Field(10, ge=2, description="batches of a task whose gradients are compared, at most")
 
+    @property
+    def least_epochs(self) -> int:
+        return self.refine_after + 1
+
     needs_task: ClassVar[bool] = True
     needs_texts: ClassVar[bool] = True
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
@@ -107,7 +111,7 @@ def extended(basis_DK: Tensor, change_D: Tensor) -> Tensor:
     if float(rest_D.norm()) <= 1e-6 * max(1.0, float(change_D.norm())):
         return basis_DK
     columns: Tensor = torch.linalg.qr(torch.cat([basis_DK, rest_D[:, None]], dim=1)).Q
-    return columns
+    return columns.contiguous()  # as a checkpoint gives it back: products with another layout differ in the last bits
 
 
 def wasserstein(losses_M: Tensor, others_N: Tensor) -> float:
@@ -328,6 +332,7 @@ class Saber(GrowingPrompts):
                 "be taken out: expected a task that has refined none, or train a run without it"
             )
         kept = {kind: {name: of for name, of in values[kind].items() if name != task} for kind in ("refined", "scores")}
+        kept["refined"] = {name: [other for other in of if other != task] for name, of in kept["refined"].items()}
         names = {f"{kind}/{task}" for kind in (BASIS, MEAN, BARE, OWN)}
         return {**values, **kept}, left.select(lambda name: name not in names)
 

@@ -12,6 +12,8 @@ from raycl.config import Section
 from raycl.errors import counted
 from raycl.training.optimizers.registry import optimizer_class
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
 POLYNOMIAL_END = 1e-7
 """The learning rate at which "polynomial" ends."""
 
@@ -124,7 +126,7 @@ class TrainConfig(Section):
     momentum: float | None = Field(
         None, ge=0, lt=1, description="momentum; null: the optimizer's own, 0 for sgd and 0.95 for muon"
     )
-    betas: tuple[float, float] | None = Field(
+    betas: tuple[DecayRate, DecayRate] | None = Field(
         None, description="decay rates of running averages; null: the optimizer's own, [0.9, 0.999] for AdamW's"
     )
     epsilon: float | None = Field(

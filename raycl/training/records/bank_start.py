@@ -17,13 +17,15 @@ from raycl.bank.bank import info_of
 from raycl.bank.pruning import hold_lease
 from raycl.bank.states import get_record, put_state, restore_record
 from raycl.bank.tensor_groups import PUBLISHED, TensorGroups
-from raycl.errors import BankError, CheckpointError
+from raycl.errors import BankError, CheckpointError, DamagedError
 from raycl.methods.base import Method, State, under
 from raycl.routing.routers import without
+from raycl.storage.records import fields_of
 from raycl.training.definition.inputs import Inputs, changes
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.checkpoint import Checkpoint, write_checkpoint
 from raycl.training.records.journal import Journal
+from raycl.training.records.schema import Natural, PhaseRecord, RouterRecord
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.types import RouterState, Score
 
@@ -34,6 +36,18 @@ PARAMETERS = "parameters"
 
 VALUES = ("phase", "steps", "method", "modifiers", "router")
 """Fields of a checkpoint that a training state holds as they are."""
+
+
+@dataclass(frozen=True)
+class _TrainingState:
+    """What a training state holds beside tensors."""
+
+    phase: Natural
+    steps: Natural
+    method: dict[str, Any]
+    modifiers: dict[str, Any]
+    router: RouterRecord
+    phases: list[PhaseRecord]
 
 
 def put_training_state(bank: Bank, done: Checkpoint, phases: list[dict[str, Any]], objects: TensorObjects) -> str:
@@ -149,6 +163,11 @@ def read_training_state(
     except CheckpointError as error:
         raise BankError(f"the training state of snapshot {snapshot.number} cannot be read: {error}") from error
     versions = {entry.name: entry.version for entry in snapshot.adapters}
+    record = f"the training state of snapshot {snapshot.number}"
+    try:
+        fields_of(values, record, _TrainingState)
+    except DamagedError as error:
+        raise BankError(f"{record} cannot be read: {error}") from error
     values["router"] = _at(values["router"], snapshot.encoder.name if snapshot.encoder else "")
     checkpoint = Checkpoint(
         **{name: values[name] for name in VALUES},

@@ -77,7 +77,7 @@ def check(config: RunConfig) -> Stream:
     check_stream(config, stream, method)
     for line in _own_tasks(config, stream, codec):
         log.info("%s", line)
-    for line in (*_warmup(config, stream, codec), *_samples(config, stream)):
+    for line in (*_warmup(config, stream, codec), *_samples(config, stream), *_epochs(config, stream, codec)):
         log.warning("%s", line)
     return stream
 
@@ -431,6 +431,17 @@ def _warmup(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str
         yield (
             f"train.warmup_steps={train.warmup_steps} is not less than the optimizer steps of task {some(short, 3)}, "
             "so the learning rate never has its value: lower it, or give a share of the steps with train.warmup_ratio"
+        )
+
+
+def _epochs(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str]:
+    """Yield tasks that have fewer epochs than the method needs to be what it is."""
+    phases, least = SCHEDULES[config.stream.schedule]().phases(stream), config.method.least_epochs
+    epochs = {phase.name: epochs_of(config.train, stream, phase, codec) for phase in phases}
+    if short := [f"'{name}' ({count})" for name, count in epochs.items() if count < least]:
+        yield (
+            f"method '{config.method.name}' does what it is named for from epoch {least} of a task, which "
+            f"{some(short, 3)} do not reach: raise train.epochs, or change the method's settings"
         )
 
 

@@ -42,11 +42,12 @@ def check_engine(config: RunConfig) -> None:
             f"train.optimizer={config.train.optimizer} updates whole parameters, which engine={engine.name} shares "
             f"out: expected {able}, or engine=torch"
         )
-    method = method_class(config.method.name)
-    if engine.sharding and (method.computes_gradients or method.replaces_parameters):
+    for name, method in _methods(config).items():
+        if not engine.sharding or not (method.computes_gradients or method.replaces_parameters):
+            continue
         what = "gradients of its own" if method.computes_gradients else "outputs with earlier parameters"
         raise ConfigError(
-            f"method '{config.method.name}' computes {what}, which {engine.sharding} does not support: use "
+            f"method '{name}' computes {what}, which {engine.sharding} does not support: use "
             "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     reading = [name for name in config.modifiers if modifier_class(name).computes_gradients]
@@ -98,6 +99,11 @@ def check_parallel(config: RunConfig, method: Method) -> None:
         )
 
 
+def _methods(config: RunConfig) -> dict[str, type[Method]]:
+    """Return the method and, where it is put around another, that one."""
+    return {name: method_class(name) for name in (config.method.name, config.method.innermost.name)}
+
+
 def check_optimizer(config: RunConfig) -> None:
     """Check the optimizer: its package, and weight decay, which moves weights whose gradient is zero.
 
@@ -105,9 +111,10 @@ def check_optimizer(config: RunConfig) -> None:
         ConfigError: the package is missing, or the method holds such weights where they are.
     """
     optimizer_class(config.train.optimizer).check("")
-    if config.train.weight_decay and method_class(config.method.name).holds_weights:
+    holding = [name for name, method in _methods(config).items() if method.holds_weights]
+    if config.train.weight_decay and holding:
         raise ConfigError(
-            f"train.weight_decay is {config.train.weight_decay:g}, and method '{config.method.name}' keeps weights "
+            f"train.weight_decay is {config.train.weight_decay:g}, and method '{holding[0]}' keeps weights "
             "of earlier tasks by gradients of zero, so decay would move them: set train.weight_decay to 0"
         )
 

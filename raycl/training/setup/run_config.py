@@ -126,6 +126,10 @@ class RunConfig(Section):
             yield "bank.sample_days", f"method={self.method.name}"
         if not method_class(self.method.innermost.name).trains_backbone:
             yield "checkpoint.export", f"method={self.method.name}"
+        if self.stream.schedule == "joint":  # all tasks are one phase
+            by_task = ["train.epochs_by_task", "train.learning_rate_by_task"]
+            by_task += [f"method.{path}" for path in self.method.by_task]
+            yield from ((name, "stream.schedule=joint") for name in by_task)
         if self.stream.schedule == "separate":
             yield from ((f"method.{name}", "stream.schedule=separate") for name in self.method.unused_for_single_task)
         if known := known_capabilities(self.backbone):

@@ -194,6 +194,19 @@ def test_a_snapshot_that_is_not_the_one_a_branch_names_is_refused(bank: Bank) ->
         head_of(bank)
 
 
+def test_a_head_whose_record_is_lost_is_replaced(bank: Bank) -> None:
+    """Its number may be used again; what an older run continues from was not left then."""
+    first, branch = child(bank, "a"), Branch(bank)
+    branch.advance(first, "run")
+    branch.advance(child(bank, "b", first), "run")
+    bank.storage.delete("snapshots/000002.json")
+    assert branch.left(first.number) is None
+    again = child(bank, "c", first)
+    assert again.number == 2
+    branch.advance(again, "run")
+    assert head_of(bank).sha256 == again.sha256
+
+
 def test_prune_keeps_each_branch_what_answers_and_what_is_leased(bank: Bank) -> None:
     snapshots = [child(bank, "t0")]
     for number in range(1, 5):

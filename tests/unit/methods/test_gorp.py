@@ -240,3 +240,5 @@ def test_methods_that_read_gradients_have_another_learner(lab: Lab, method: str)
 def test_weight_decay_is_refused(lab: Lab) -> None:
     with pytest.raises(ConfigError, match=r"train.weight_decay is 0.1, and method 'gorp' keeps weights"):
         check(lab.config("bert", "gorp", train={"weight_decay": 0.1}))
+    with pytest.raises(ConfigError, match=r"train.weight_decay is 0.1, and method 'gorp' keeps weights"):
+        check(lab.config("bert", {"name": "replay", "learner": {"name": "gorp"}}, train={"weight_decay": 0.1}))

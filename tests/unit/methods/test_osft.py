@@ -96,10 +96,17 @@ def test_the_largest_directions_stand_still_and_others_move(lab: Lab, tmp_path: 
     assert storage.read_json("results.json")["finished"]
 
 
+def test_weights_outside_of_all_blocks_keep_the_most(lab: Lab, tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    run(lab.config("llama", {"name": "osft", "target_modules": ["lm_head"]}), storage)
+    assert storage.read_json("results.json")["finished"]
+
+
 def test_layers_that_change_their_inputs_less_keep_more() -> None:
     result = shares({"a": 0.9, "b": 0.6, "c": 0.3}, 0.1, 0.8)
     assert result == pytest.approx({"a": 1.0, "b": 0.8, "c": 0.1 + 0.5 * 0.7})
     assert shares({"a": 0.2, "b": 0.2}, 0.1, 0.8) == pytest.approx({"a": 0.8, "b": 0.8})
+    assert shares({"a": 0.0, "b": 0.0}, 0.1, 0.8) == {"a": 0.1, "b": 0.1}
     with pytest.raises(ValidationError, match=r"least is 0.9 and most 0.8: expected least up to most"):
         OsftConfig(least=0.9)
 

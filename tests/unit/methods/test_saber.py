@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from phases import begin_phase, end_phase
 from tiny import Lab, run
 from torch import Tensor
 
+from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import BankError, ConfigError
 from raycl.methods.context import Step
 from raycl.methods.prompts.saber import PROMPTS, Saber, agrees, directions, extended, mean_overlap, wasserstein
@@ -33,6 +35,7 @@ def test_what_is_compared_by_hand() -> None:
     torch.testing.assert_close(found.abs(), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]))
     wider = extended(basis, torch.tensor([5.0, 5.0, 0.1]))
     torch.testing.assert_close(wider.T @ wider, torch.eye(3))
+    assert wider.is_contiguous(), "as a checkpoint gives it back: else the last bits differ after a resume"
     assert extended(basis, torch.tensor([1.0, 2.0, 0.0])) is basis and extended(basis, torch.zeros(3)) is basis
     assert wasserstein(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([5.0, 6.0, 8.0])) == pytest.approx(5)
     assert wasserstein(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0, 3.0])) == pytest.approx(5 / 6)
@@ -141,6 +144,24 @@ def test_a_label_head_that_knows_no_new_task_is_refused(lab: Lab) -> None:
         ConfigError, match="'saber' measures how earlier prompts answer a new task before it is learned"
     ):
         check(lab.config("bert", "saber"))
+
+
+def test_refinement_of_a_task_that_is_gone_stands_in_no_ones_way() -> None:
+    values = {"refined": {"a": [], "b": ["a"]}, "scores": {"a": {}, "b": {}}}
+    without_a, _ = Saber._without(values, TensorGroups({}), "a", ())
+    assert without_a["refined"] == {"b": []}
+    assert Saber._without(without_a, TensorGroups({}), "b", ())[0]["refined"] == {}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"), [(10, "from epoch 11 of a task, which 'colour' (10), 'animal' (10)"), (11, "")]
+)
+def test_epochs_that_refine_nothing_are_warned_of(
+    lab: Lab, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, epochs: int, said: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
+    check(lab.config("t5", {"name": "saber", "prompt_length": 3}, train={"epochs": epochs}))
+    assert (said in caplog.text) if said else "named for" not in caplog.text
 
 
 def test_a_run_that_refines_stops_and_resumes_and_is_served() -> None:

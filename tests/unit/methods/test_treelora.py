@@ -81,6 +81,23 @@ def third_task(lab: Lab, kind: str) -> tuple[TreeLora, Any]:
     return context.method, begun
 
 
+def test_a_state_that_is_given_stays_as_it_is(lab: Lab) -> None:
+    """It may be memory that all workers of a node read."""
+    method, begun = third_task(lab, "bert")
+    none = torch.zeros(2, 0, dtype=torch.long)
+    batch = Batch(none, none, none, torch.tensor([0, 0]), torch.ones(2), torch.arange(2))
+    output = Output(torch.tensor(3.0), torch.zeros(2, 2), torch.tensor([0, 0]), torch.arange(2))
+    method.penalty(batch, output)
+    values, tensors = method.state_dict()
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    method.load_state_dict(values, given)
+    begun.step = type(begun.step)(index=1)
+    for layer in method.stack.layers.values():
+        layer.trainable()[0].data += 1
+    method.penalty(batch, output)
+    assert all(torch.equal(given[name], tensor) for name, tensor in tensors.items())
+
+
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
 def test_the_penalty_draws_each_linear_to_the_chosen_task(lab: Lab, kind: str) -> None:
     """The gradient of `-weight (t / T) loss log S`, of which the value is zero."""

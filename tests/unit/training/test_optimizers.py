@@ -318,6 +318,8 @@ def test_settings_that_a_user_leaves_out_are_the_optimizers_own(lab: Lab) -> Non
     assert built_toy.param_groups[0]["beta"] == 0.5
     adamw = lab.config("bert", "lora")
     assert optimizer_kind(adamw.train).values == {"betas": (0.9, 0.999), "epsilon": 1e-8}
+    with pytest.raises(ConfigError, match=r"train.betas"):
+        lab.config("bert", train={"betas": [1.5, 0.9]})
     given = TrainConfig.model_validate({"optimizer": "toy", "betas": [0.25, 0.0]})
     assert optimizer_kind(given).values == {"betas": (0.25, 0.0)}
     assert {name: optimizer_kind(TrainConfig(optimizer=name)).values["momentum"] for name in ("sgd", "muon")} == {
