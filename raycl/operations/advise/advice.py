@@ -80,6 +80,7 @@ class Study:
     Attributes:
         kind: of the backbone. tasks, rows: tasks of the stream, and training rows of each. parameters: of the backbone.
         measured: rows in the order of their AP, best first. runs: the runs that they are made of.
+        is_default: the backbone is that of a run that names none.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Study:
     parameters: float
     measured: list[Measured]
     runs: RecordedRuns
+    is_default: bool
 
     def undecided(self, best: Measured, others: Sequence[Measured]) -> list[tuple[Measured, Verdict]]:
         """Return the rows that cannot be told from `best`, with their verdicts.
@@ -143,6 +145,7 @@ def read_study(files: Path, kind: str | None = None) -> Study:
         max(float(run["trained_parameters"]) for run in runs if run["trained_parameters"]),
         sorted(measured, key=lambda row: -row.ap.mean),
         recorded,
+        BackboneConfig(**comparison.base["backbone"]).name == BackboneConfig().name,
     )
 
 
@@ -283,7 +286,7 @@ def advise(study: Study, case: Case) -> Advice:
 
 def command(study: Study, row: Measured, case: Case) -> str:
     """Return the command that trains as the row was measured; a backbone that the case does not name is `MODEL`."""
-    is_named = study.kind == "encoder" or any(word.startswith("backbone.name=") for word in case.words)
+    is_named = study.is_default or any(word.startswith("backbone.name=") for word in case.words)
     return shlex.join(["raycl", "train", *row.settings, *case.words, *([] if is_named else ["backbone.name=MODEL"])])
 
 
