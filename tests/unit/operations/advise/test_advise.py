@@ -88,7 +88,7 @@ def test_what_the_figures_cannot_tell_is_said(study: Study) -> None:
     assert "the figures cannot tell epi from slm (53.7 ± 1.6; could tell: more than 100 seeds); of these slm" in shown
     assert "chance makes so large a difference with a probability p of 0.05 or more (p by Holm: corrected" in shown
     assert "rows named -own choose among the labels of the text's own task (eval.labels=task)" in shown
-    assert "rows of one seed cannot be told from epi either: gem, agem, mbpa++ and 4 more" in shown
+    assert "rows of one seed cannot be told from epi either: gem, agem, mbpa++ and 5 more" in shown
     assert "not measured at your size: 5k rows a task, 100 in the study" in shown and "7B parameters" in shown
     assert "100 tasks, 8 in the study: epi keeps an adapter of each" in shown
     trained = "train.epochs=3 train.batch_size=8 train.lr_scheduler=linear"
