@@ -110,7 +110,7 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
         definition: `runs`: a CSV file, or several with the head that stands for each one's AP. `columns`: of `COLUMNS`,
             or tasks.
             `rows`: `all`, `compared` (those with a run of each task alone) or `others`, or names of rows with further
-            cells, under `heads`.
+            cells, under `heads`. `without`: rows that are left out of these.
         results: folder of the CSV files.
     """
     runs, rows = definition["runs"], definition["rows"]
@@ -119,7 +119,7 @@ def table(definition: dict[str, Any], results: Path = RESULTS) -> str:
     heads = columns if isinstance(runs, str) else list(runs.values())
     if isinstance(rows, str):
         chosen = studies[0].streams({"all": None, "compared": True, "others": False}[rows])
-        rows = {row: [f"`{row}`"] for row in chosen}
+        rows = {row: [f"`{row}`"] for row in chosen if row not in definition.get("without", ())}
     lines = [
         [*map(str, cells), *(_cell(column, study, row) for study in studies for column in columns)]
         for row, cells in rows.items()
