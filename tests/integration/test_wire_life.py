@@ -177,7 +177,7 @@ def test_a_failed_warm_up_does_not_prevent_startup(
     taught: Taught, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(bank_of(taught("llama", "separate"), tmp_path), max_loaded_rows=1) as client:
-        assert "the warm-up answer failed: colour@1 take 8 rows" in caplog.text
+        assert "the warm-up answer failed: animal@1 take 8 rows" in caplog.text
         assert client.ask("fire is", weights={}).finish
 
 

