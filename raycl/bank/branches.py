@@ -213,8 +213,8 @@ class Branch:
     def left(self, snapshot: int) -> int | None:
         """Return the snapshot, or its nearest ancestor, that the branch had and went back from; None: there is none."""
         line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
-        if not line and had:
-            return None  # the head's record is lost, so the branch says nothing
+        if not line and (head := self.head()) is not None and head > snapshot:
+            return None  # the head's record is lost, and the branch had gone forward to it
         number: int | None = snapshot
         while number is not None and number not in line and number not in had:
             number = self.bank.open(number).parent if self.bank.storage.exists(snapshot_file(number)) else None

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from raycl.training.setup.run_config import RunConfig
 
 
-DENSITY = 0.2
-"""Share of an update's entries that TIES and DARE keep where none is named."""
-
-
 class FusedRow(Section):
     """The settings of `raycl bank fuse`."""
 
@@ -77,7 +73,8 @@ def fused_run(row: FusedRow, config: "RunConfig", source: str) -> Tree:
 
     branch = Branch(bank, name)
     if (head := branch.head()) is None:
-        settings = FusionSettings(row.how, row.density or DENSITY, row.rank, config.seed, {"row": fused})
+        density = {} if row.density is None else {"density": row.density}
+        settings = FusionSettings(row.how, rank=row.rank, seed=config.seed, record={"row": fused}, **density)
         snapshot = fuse(bank, source_snapshot, settings, {}, name).snapshot
         branch.advance(snapshot, f"fused by {row.how}")
     else:  # the run was stopped before it was scored

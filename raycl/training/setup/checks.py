@@ -436,6 +436,8 @@ def _warmup(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str
 
 def _epochs(config: RunConfig, stream: Stream, codec: TextCodec) -> Iterator[str]:
     """Yield tasks that have fewer epochs than the method needs to be what it is."""
+    if config.stream.schedule != "sequential":
+        return
     phases, least = SCHEDULES[config.stream.schedule]().phases(stream), config.method.least_epochs
     epochs = {phase.name: epochs_of(config.train, stream, phase, codec) for phase in phases}
     if short := [f"'{name}' ({count})" for name, count in epochs.items() if count < least]:

@@ -207,6 +207,16 @@ def test_a_head_whose_record_is_lost_is_replaced(bank: Bank) -> None:
     assert head_of(bank).sha256 == again.sha256
 
 
+def test_a_way_back_to_a_head_that_is_lost_later_stays_one(bank: Bank) -> None:
+    first, branch = child(bank, "a"), Branch(bank)
+    branch.advance(first, "run")
+    later = child(bank, "b", first)
+    branch.advance(later, "run")
+    branch.go_back(first, "worse")
+    bank.storage.delete("snapshots/000001.json")
+    assert branch.left(later.number) == later.number
+
+
 def test_prune_keeps_each_branch_what_answers_and_what_is_leased(bank: Bank) -> None:
     snapshots = [child(bank, "t0")]
     for number in range(1, 5):
