@@ -22,7 +22,7 @@ from raycl.backbone import Backbone, Output
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.data.loader import batches_of
 from raycl.data.tokens import drawn_rows
-from raycl.errors import ConfigError, RunError
+from raycl.errors import BankError, ConfigError, RunError
 from raycl.methods.base import Learned, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
@@ -45,6 +45,8 @@ class Sapt(PerTaskAdapter):
 
     Attributes:
         sampled_texts: texts of a task, drawn at random, from which statistics are estimated.
+        continued: the task whose adapter is in training beside the new one; empty: none.
+        trained_on: learned task -> the earlier task whose adapter it has trained too.
     """
 
     Config = SaptConfig
@@ -78,6 +80,8 @@ class Sapt(PerTaskAdapter):
         self.reflection: Reflection = Reflection(config.arm, weight)
         self._replay: PseudoReplay | None = None
         self.context: TaskContext | None = None
+        self.continued: str = ""
+        self.trained_on: dict[str, str] = {}
 
     @property
     def _is_alone(self) -> bool:
@@ -87,9 +91,15 @@ class Sapt(PerTaskAdapter):
         """Check every task's objective, and the source of its pseudo-samples.
 
         Raises:
-            ConfigError: texts that this method cannot learn. RayclError: see `SampleSource.check`.
+            ConfigError: texts that this method cannot learn, or an adapter with label rows that would be trained for
+                other labels. RayclError: see `SampleSource.check`.
         """
         _check_objectives(tasks, self.config)
+        if self.config.train_nearest and self.backbone.head is not None:
+            raise ConfigError(
+                "method.train_nearest trains the adapter of an earlier task, whose label rows of an encoder-only "
+                "backbone have other labels: expected train_nearest=false, or a backbone that writes its answers"
+            )
         if not self.task_id_given:
             self._source.check(tasks, self)
 
@@ -103,10 +113,13 @@ class Sapt(PerTaskAdapter):
                 f"of {', '.join(removed)} were removed: expected ablation none, or a bank that keeps its samples"
             )
         is_first = not self._learned and not context.resumed
-        if self.config.start_from == "nearest" and not context.resumed and self._learned:
+        reads_nearest = self.config.start_from == "nearest" or self.config.train_nearest
+        if reads_nearest and not context.resumed and self._learned:
             means = {task: mean for task, mean in self.bare.means().items() if task in self._learned}
             mean_D = BareTexts.mean_of(bare_queries(context, self.backbone, self.seed))
             self._find_start(phase.name, mean_D, means, self.config.start_threshold)
+            if self.config.train_nearest:
+                self.continued = self.starts.pop(phase.name, "")
         super().begin_task(phase, context)
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
@@ -126,8 +139,11 @@ class Sapt(PerTaskAdapter):
         return PseudoReplay(samples, labels, context.count("train"), self.seed + context.phase.index)
 
     def _create(self, task: str) -> None:
-        config = self.config
-        config.begin_training(self.stack, [task], config.r_by_task.get(task))
+        config, continued = self.config, [self.continued] if self.continued else []
+        for name in continued:
+            self.stack.drop(name)
+        config.begin_training(self.stack, [task, *continued], config.r_by_task.get(task))
+        self.stack.fill({name: self._learned[name] for name in continued})
         if config.value == "prompt":
             length = config.prompt_length_by_task.get(task, config.prompt_length)
             self._begin_prompts(1, length, PromptForm(config.prompt_form))
@@ -169,6 +185,8 @@ class Sapt(PerTaskAdapter):
         trained = under("attention.", context.parameters)
         states = self._freeze(context)
         self.attention.end({**self.attention.tensors(), **key, **trained})
+        if self.continued:
+            self.trained_on[task], self.continued = self.continued, ""
         if self.task_id_given:
             return self._published(context, states)
         samples = self._samples(context)
@@ -231,15 +249,17 @@ class Sapt(PerTaskAdapter):
         (`test`)."""
         if self.task_id_given:
             return {}
+        trained = {"trained_on": dict(self.trained_on)} if self.trained_on else {}
         abar = {task: _rounded(entry.abar) for task, entry in self.reflection.entries.items()}
         test = {task: _rounded(weights) for task, weights in observed.items()}
         kept = {task: entry.samples for task, entry in self.reflection.entries.items()}
         weights = {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}
-        return super().summary(observed) | {"attention": weights}
+        return super().summary(observed) | trained | {"attention": weights}
 
     def state_dict(self) -> State:
         values, tensors = super().state_dict()
         values |= {"attention": self.attention.settings(), "selector": None}
+        values |= {"continued": self.continued, "trained_on": self.trained_on}
         tensors |= {f"attention/{name}": tensor for name, tensor in self.attention.tensors().items()}
         tensors |= self.reflection.tensors()
         if self.selector is not None:
@@ -255,11 +275,23 @@ class Sapt(PerTaskAdapter):
             selector = Attention(self.attention.dimensions, self.config.attention, 0, self.backbone.device)
             selector.take(values["selector"], under("selector/", tensors))
             self.selector = selector.requires_grad_(False)
+        self.continued, self.trained_on = values.get("continued", ""), dict(values.get("trained_on", {}))
         super().load_state_dict(values, tensors)
 
     @classmethod
     def _without(cls, values: dict[str, Any], left: TensorGroups, task: str, adapters: Collection[str]) -> State:
-        """Remove the task's key and pseudo-samples; the rest shares the mean weights of other tasks."""
+        """Remove the task's key and pseudo-samples; the rest shares the mean weights of other tasks.
+
+        Raises:
+            BankError: the task has trained the adapter of another one.
+        """
+        earlier = values.get("trained_on", {})
+        if trained := earlier.get(task):
+            raise BankError(
+                f"task '{task}' has trained the adapter of {trained} too (method.train_nearest), from which it cannot "
+                "be taken out: expected a task that has trained its own alone, or train a run without it"
+            )
+        values = {**values, "trained_on": {name: of for name, of in earlier.items() if of != task}}
         keys = list(values["attention"]["tasks"])
         own = (f"abar/{task}", f"attention/key/{task}", f"selector/key/{task}")
         left = left.select(lambda name: name not in own and not name.startswith(f"pseudo/{task}/"))

@@ -59,6 +59,12 @@ class SaptConfig(LoraSettings, StartSettings):
     )
     prompt_form: PromptFormSetting = "plain"
     start_threshold: StartThreshold = 0.95
+    train_nearest: bool = Field(
+        False,
+        description="keep the adapter of the known task whose texts are most similar, by start_threshold, in training "
+        "beside the new one, each by its weight in the attention, so that a later task changes it too. The paper "
+        "freezes all earlier adapters",
+    )
     attention: AttentionConfig = AttentionConfig()
     attention_learning_rate: float | None = Field(
         None, gt=0, description="learning rate of the projection D and U (attn_lr); null: train.learning_rate"
@@ -86,6 +92,7 @@ class SaptConfig(LoraSettings, StartSettings):
         "start_from",
         "start_threshold",
         "start_trial_steps",
+        "train_nearest",
         "attention",
         "attention_learning_rate",
         "arm",
@@ -95,6 +102,8 @@ class SaptConfig(LoraSettings, StartSettings):
         "stop_grad_old_blocks",
     )
     """A single adapter gets weight 1, and there is nothing to reflect on."""
+
+    unused_in_first_phase: ClassVar[tuple[str, ...]] = (*StartSettings.unused_in_first_phase, "train_nearest")
 
     takes: ClassVar[tuple[str, ...]] = BY_LINEAR
 
@@ -111,6 +120,22 @@ class SaptConfig(LoraSettings, StartSettings):
             raise ValueError(
                 "ablation=replay trains on pseudo-samples, which are kept as whole prompts, and router_text=input "
                 "routes texts without their prompts: expected router_text=prompt, or another ablation"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nearest_can_be_trained(self) -> Self:
+        others = {
+            "value=prompt": self.value == "prompt",
+            "start_from=nearest": self.start_from == "nearest",
+            "r_by_task": bool(self.r_by_task),
+            "ablation=shared_attention": not ABLATIONS[self.ablation].shares,
+        }
+        if self.train_nearest and any(others.values()):
+            name = next(name for name, is_set in others.items() if is_set)
+            raise ValueError(
+                f"train_nearest trains two LoRAs of one size under the attention, which {name} excludes: expected one "
+                "of them"
             )
         return self
 
@@ -150,7 +175,9 @@ class SaptConfig(LoraSettings, StartSettings):
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
         """Yield settings of the other kind of adapter, of a component that is left out, or of another source."""
-        yield from super().unused_settings()
+        for name, reason in super().unused_settings():
+            if name != "start_threshold" or not self.train_nearest:
+                yield name, reason
         prompt = ("prompt_length", "prompt_length_by_task", "prompt_form")
         others = (*LoraSettings.model_fields, "r_by_task") if self.value == "prompt" else prompt
         yield from ((name, f"value={self.value}") for name in others)

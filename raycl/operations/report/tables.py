@@ -386,17 +386,21 @@ def _general(result: Tree) -> list[RenderableType]:
 
 
 def _starts(result: Tree) -> list[RenderableType]:
-    """Return which tasks' adapters began with the values of another task's, and how similar the texts are."""
+    """Return which tasks' adapters began with the values of another task's, and how similar the texts are; and which
+    of them a later task has trained."""
     last = (result.get("phase_summaries") or [{}])[-1]
-    nearest, starts = last.get("nearest", {}), last.get("starts", {})
+    nearest, starts, trained = (last.get(kind, {}) for kind in ("nearest", "starts", "trained_on"))
     begun = [
         f"{task} with those of {known}" + (f" ({_compared(nearest[task])})" if task in nearest else "")
         for task, known in starts.items()
     ]
     anew = [
-        f"{task} (nearest {near['task']}, {_compared(near)})" for task, near in nearest.items() if task not in starts
+        f"{task} (nearest {near['task']}, {_compared(near)})"
+        for task, near in nearest.items()
+        if task not in starts and task not in trained
     ]
-    lines = {"adapters began": begun, "adapters began anew": anew}
+    changed = [f"{known} with {task} ({_compared(nearest[task])})" for task, known in trained.items()]
+    lines = {"adapters began": begun, "adapters began anew": anew, "earlier adapters trained on": changed}
     return [Text(f"{head}: {', '.join(tasks)}") for head, tasks in lines.items() if tasks]
 
 
