@@ -23,7 +23,7 @@ from raycl.training.records.journal import JournalReader, RunState
 from raycl.training.records.progress import TraceReader, clock
 from raycl.training.records.run_folder import CONFIG, is_stopped, resume_arguments, run_at
 from raycl.training.workers.control import BEAT_S, HEARTBEAT
-from raycl.training.workers.stopping import StopRequest, stop_of
+from raycl.training.workers.stopping import StopRequest, stop_of, stopped_by
 
 RESTART_S = 120.0
 """Seconds in which Ray Train restarts workers."""
@@ -251,7 +251,8 @@ def _state(files: RunFiles) -> tuple[State, str]:
     if files.error:
         return "failed", str(files.error["message"])
     if files.stop:
-        return "stopped", f"by {files.stop.reason} at {_at(files.stop.time)} (exit status 75: resume it)"
+        status = stopped_by(files.stop.reason, "").exit_status
+        return "stopped", f"by {files.stop.reason} at {_at(files.stop.time)} (exit status {status}: resume it)"
     if is_stopped(files.storage, done):
         return "stopped", f"by the sweep that it belongs to, after {done} tasks"
     if not files.heartbeat and not files.state.attempts and not files.apart:

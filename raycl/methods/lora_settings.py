@@ -140,7 +140,11 @@ class LoraSettings(Section):
 
     @property
     def reads_weights(self) -> bool:
-        """Return whether the backbone's weights are read: for the norms of DoRA's rows, a start, a copy or experts."""
+        return self.reads_chosen_weights
+
+    @property
+    def reads_chosen_weights(self) -> bool:
+        """Return whether settings have weights read: for the norms of DoRA's rows, a start, a copy or experts."""
         return self.use_dora or bool(self.modules_to_save or self.target_parameters) or self.init_lora_weights in STARTS
 
     def adapted(self, model: nn.Module) -> list[str]:

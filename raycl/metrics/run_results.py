@@ -103,6 +103,19 @@ def read_results(path: str | Path) -> Tree:
     return _read(storage, name)
 
 
+def finished_results(path: str | Path) -> Tree:
+    """Return the result tree of a finished run.
+
+    Raises:
+        RunError: it has not learned all of its tasks. See `read_results`.
+    """
+    tree = read_results(path)
+    if tree.get("finished") is False:
+        done = sum(any(cell is not None for cell in row) for row in tree["matrix"])
+        raise RunError(f"the run in '{path}' has learned {done} of {len(tree['phases'])} phases: let it finish first")
+    return tree
+
+
 def _read(storage: Storage, name: str) -> Tree:
     tree = storage.read_json(name)
     problem = _problem(tree)

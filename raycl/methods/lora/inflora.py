@@ -74,6 +74,10 @@ class InfLoraSettings(IncLoraSettings):
     takes: ClassVar[tuple[str, ...]] = ("use_rslora", "alpha_pattern")
     """A of every linear is designed, with one rank."""
 
+    def extra_passes(self, epochs: int, steps: int) -> float:
+        """Add two passes without gradients, which read a task's inputs before and after its training."""
+        return super().extra_passes(epochs, steps) + 1 / epochs
+
 
 class InfLoraConfig(InfLoraSettings):
     """InfLoRA: IncLoRA whose A is frozen, outside the subspace of earlier tasks' inputs."""

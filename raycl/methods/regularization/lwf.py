@@ -42,6 +42,11 @@ class LwfConfig(WrapperConfig):
 
     unused_in_first_phase: ClassVar[tuple[str, ...]] = ("weight", "temperature")
 
+    def extra_passes(self, epochs: int, steps: int) -> float:
+        """Add the old model's pass at each step, without gradients, as if the first task had it too."""
+        own: float = self.learner.extra_passes(epochs, steps)
+        return own + 0.5
+
     def values_kept(self, tasks: int) -> int:
         """Return the old model's."""
         return min(1, tasks - 1)

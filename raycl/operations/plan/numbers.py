@@ -24,10 +24,11 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError, StorageError
 from raycl.methods.base import MethodConfig
 from raycl.methods.context import TaskContext
+from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
 from raycl.training.definition.settings import DeepSpeedConfig, EngineConfig, FSDPConfig
-from raycl.training.definition.task_order import SCHEDULES
+from raycl.training.definition.task_order import SCHEDULES, epochs_of
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.compilation import layers
 from raycl.training.optimizers.parameters import specs_of, state_bytes
@@ -86,6 +87,10 @@ def opened(config: RunConfig) -> Opened:
     backbone = architecture(config.backbone, 8, 2)
     assumed = "backbone.dtype=float32: the GPU's FLOP/s are those of bfloat16"
     notes = [assumed] if config.backbone.dtype == "float32" else []
+    if config.method.keeps_data or method_class(config.method.name).computes_gradients:
+        notes.append(
+            "the time is without passes over stored rows, and gradients that the method computes between steps"
+        )
     config = config.model_copy(update={"method": _with_encoder_at_hand(config.method, notes)})
     method = check_settings(config, backbone)
     stream, has_rows = _stream(config, notes)
@@ -431,6 +436,11 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         "stays_per_task": max(written.stays),
         "growth": growth(written).both,
     }
-    epochs = context.train.epochs_of("")
-    extra = sum(count * _extra_passes(opened.config, epochs, count) for count in steps) / sum(steps)
+    codec = context.backbone.codec
+    epochs = [
+        epochs_of(context.train, context.stream, phase, codec) if opened.steps else context.train.epochs_of(phase.name)
+        for phase in context.phases
+    ]
+    passes = [_extra_passes(opened.config, *of) for of in zip(epochs, steps, strict=True)]
+    extra = sum(count * more for count, more in zip(steps, passes, strict=True)) / sum(steps)
     return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)

@@ -27,7 +27,7 @@ from raycl.config.unused import found_in, leaves, refuse, setting, unused_in
 from raycl.errors import ConfigError, RayclError, StoppedError
 from raycl.launch.status import status_of
 from raycl.methods.registry import method_class
-from raycl.metrics.run_results import FOLDER, RESULT_FILE, Published
+from raycl.metrics.run_results import FOLDER, RESULT_FILE, Published, read_results
 from raycl.operations.report.matrix_picture import draw_matrix
 from raycl.operations.sweep.fused_rows import FusedRow, fused_run
 from raycl.progress import counted_off
@@ -281,11 +281,11 @@ def _check_needed(comparison: ComparisonConfig, planned: Mapping[str, RunConfig]
         for name in planned
         if (run := _needed(comparison, name)) is not None
         and run not in planned
-        and not folder.sub(run).exists(RESULT_FILE)
+        and not (folder.sub(run).exists(RESULT_FILE) and read_results(folder.path(run)).get("finished", True))
     }
     if missing:
         names = ", ".join(map(repr, sorted(missing)))
-        raise ConfigError(f"--only leaves out {names}, which its rows need and which has not run: add it")
+        raise ConfigError(f"--only leaves out {names}, which its rows need and which is not finished: add it")
 
 
 def _on_ray(comparison: ComparisonConfig, planned: Mapping[str, RunConfig], directory: str) -> ComparisonOutcome:

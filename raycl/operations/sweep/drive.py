@@ -7,9 +7,10 @@ decision to continue: the trial ends as if its stream were over.
 """
 
 import io
+import itertools
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.launch import cluster as clusters
 from raycl.launch.ray_train import worker_resources
-from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, examples
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, examples, key_of
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
 from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
@@ -189,8 +190,10 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Sweep
     """
     directory = Storage.at(directory).address
     folder = SweepFolder.of(sweep, directory)
-    _claim(sweep, folder, resume)
+    if is_there := folder.storage.exists(SWEEP):
+        _check_same(sweep, folder, resume)
     plan = make_plan(sweep, folder)
+    _claim(sweep, folder, is_there)
     first = sweep.config(next(iter(plan.trials.values())) if plan.trials else examples(sweep)[0])
     with clusters.joined(first.launch.address, dashboard=True):
         shared = ObjectStoreCache(Bank.at(str(first.bank.dir)), detached=False) if first.bank.start else None
@@ -199,17 +202,30 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Sweep
     return collect(sweep, folder, plan.tasks)
 
 
-def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
-    """Take the folder, or find the same sweep there."""
-    try:
-        folder.storage.create(SWEEP, configs.to_yaml(sweep).encode())
+def _claim(sweep: SweepConfig, folder: SweepFolder, is_there: bool) -> None:
+    """Take the folder, or write the sweep there anew, since some of its settings may have changed.
+
+    Raises:
+        RunError: another sweep has taken it meanwhile.
+    """
+    text = configs.to_yaml(sweep).encode()
+    if is_there:
+        folder.storage.write(SWEEP, text)
         return
-    except AlreadyExistsError:
-        pass
+    try:
+        folder.storage.create(SWEEP, text)
+    except AlreadyExistsError as error:
+        raise RunError(_taken(folder)) from error
+
+
+def _taken(folder: SweepFolder) -> str:
+    return f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
+
+
+def _check_same(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
+    """Check that the sweep in the folder is this one, and is to continue."""
     if not resume:
-        raise RunError(
-            f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
-        )
+        raise RunError(_taken(folder))
     written = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
     old = configs.validate(SweepConfig, written)  # an older one lacks younger settings
     before, now = (plain(configs.as_tree(config)) for config in (old, sweep))
@@ -221,7 +237,19 @@ def _claim(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         raise ResumeError(
             f"'{folder.storage.uri}' cannot continue with a changed sweep: {listed}; give it another name"
         )
-    folder.storage.write(SWEEP, configs.to_yaml(sweep).encode())
+
+
+def _numbered(trials: Sequence[Settings], recorded: Mapping[int, Settings]) -> dict[int, Settings]:
+    """Return planned trials by number, in their order: those that have run keep theirs, whatever the file's order or
+    the number of samples is now."""
+    known: dict[str, list[int]] = {}
+    for number, settings in recorded.items():
+        known.setdefault(key_of(settings), []).append(number)
+    free = (number for number in itertools.count() if number not in recorded)
+    numbers = [(known.get(key_of(settings)) or [None]).pop(0) for settings in trials]
+    return {
+        next(free) if number is None else number: settings for number, settings in zip(numbers, trials, strict=True)
+    }
 
 
 def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
@@ -230,7 +258,8 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     Raises:
         RayclError: one of them cannot run.
     """
-    trials = dict(enumerate(sweep.trials())) if sweep.plans else folder.settings()
+    recorded = folder.settings()
+    trials = _numbered(sweep.trials(), recorded) if sweep.plans else recorded
     known = list(trials.values()) if sweep.plans else examples(sweep)
     configs_with_settings = [(folder.config(sweep, 0, settings), settings) for settings in known]
     names, lengths = [], set()

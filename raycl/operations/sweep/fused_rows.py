@@ -12,7 +12,7 @@ from raycl.bank.branches import Branch, resolve
 from raycl.config import Section, Tree, flatten
 from raycl.config.trust import Permissions
 from raycl.errors import ResumeError
-from raycl.metrics.run_results import RESULT_FILE, fused_of, read_results
+from raycl.metrics.run_results import RESULT_FILE, finished_results, fused_of, read_results
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 from raycl.training.records.named_bank import bank_at
@@ -54,13 +54,13 @@ def fused_run(row: FusedRow, config: "RunConfig", source: str) -> Tree:
         config: of the run whose adapters are fused, with this row's folder as output. source: name of that run.
 
     Raises:
-        RunError: the other run has no results. ResumeError: there are results, or a fused snapshot, of other settings
+        RunError: the other run is not finished. ResumeError: there are results, or a fused snapshot, of other settings
             or of another run. BankError: it published no adapters, or one for all tasks. AdapterError: they are no
             plain LoRAs. StorageError: a file cannot be read or written.
     """
     name, runs = str(config.output.name), Storage.at(str(config.output.dir))
     folder, run = runs.sub(name), runs.sub(source)
-    result = read_results(run.address)
+    result = finished_results(run.address)
     bank, published = bank_at(run.address)
     source_snapshot = resolve(bank, published)
     fused = row.model_dump() | {"snapshot": source_snapshot.sha256, "seed": config.seed}

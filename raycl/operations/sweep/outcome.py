@@ -17,7 +17,7 @@ from raycl.operations.report.sweeps.sweep_plots import figures_of, sensitivity_f
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
 from raycl.operations.report.tables import Page
 from raycl.operations.sweep.definition.expressions import measured
-from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, json_safe
 from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
 from raycl.storage import Storage
 from raycl.training.records.results import wall_seconds
@@ -60,11 +60,13 @@ class TrialGroup:
     """Trials that differ in `over` alone.
 
     Attributes:
+        done: how many of them are finished.
         means, spreads: means and standard deviations of each metric over finished trials; None below one (two) of them.
     """
 
     settings: Settings
     numbers: list[int]
+    done: int
     means: list[float | None]
     spreads: list[float | None]
 
@@ -115,14 +117,21 @@ class SweepOutcome:
         }
 
     def best_yaml(self) -> str | None:
-        """Return the best trial's config, ready for `train_stream.py --config`; None: no trial is done."""
+        """Return the best trial's config, ready for `train_stream.py --config`; None: no trial is done.
+
+        A run that starts from a bank starts from it again; where it publishes to was the sweep's own.
+        """
         if self.best is None:
             return None
-        tree = configs.as_tree(self.configs[self.best])
-        for section in ("output", "bank"):
-            del tree[section]
-        tree["tracking"].pop("group", None)
-        return configs.to_yaml(configs.validate(RunConfig, tree))
+        config = self.configs[self.best]
+        tree = configs.as_tree(config)
+        if config.bank.start:  # the rest of its config is taken over from there
+            tree = json_safe(self.sweep.tree(self.row(self.best).settings))
+            tree["eval"] = {**tree.get("eval", {}), "singles": config.eval.singles}
+        for path in ("output", "bank.dir", "bank.branch", "tracking.group"):
+            section, _, name = path.rpartition(".")
+            (tree.get(section, {}) if section else tree).pop(name, None)
+        return configs.tree_to_yaml(tree) if config.bank.start else configs.to_yaml(configs.validate(RunConfig, tree))
 
 
 def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome:
@@ -181,7 +190,8 @@ def grouped(sweep: SweepConfig, rows: Sequence[TrialRow]) -> list[TrialGroup]:
         known = [[value for value in column if value is not None] for column in columns]
         means = [statistics.fmean(column) if column else None for column in known]
         spreads = [statistics.stdev(column) if len(column) > 1 else None for column in known]
-        group_list.append(TrialGroup(json.loads(key), [row.number for row in members], means, spreads))
+        done = sum(row.state == "done" for row in members)
+        group_list.append(TrialGroup(json.loads(key), [row.number for row in members], done, means, spreads))
     return group_list
 
 
@@ -204,10 +214,17 @@ def pareto(rows: Sequence[TrialRow], modes: Sequence[str]) -> list[int]:
 
 
 def _best(sweep: SweepConfig, rows: Sequence[TrialRow], groups: Sequence[TrialGroup]) -> int | None:
-    """Return the first finished trial of the group with the best mean of the first metric; ties go to the earlier."""
+    """Return the first finished trial of the group with the best mean of the first metric; ties go to the earlier.
+
+    Groups of which all trials are finished come before others: a mean of fewer seeds is no mean of the same kind.
+    """
     done = {row.number for row in rows if row.state == "done"}
     sign = 1 if sweep.mode[0] == "max" else -1
-    known = [(sign * group.means[0], group) for group in groups if group.means[0] is not None]
+    known = [
+        ((group.done == len(group.numbers), sign * group.means[0]), group)
+        for group in groups
+        if group.means[0] is not None
+    ]
     if not known:
         return None
     _, group = max(known, key=lambda pair: pair[0])

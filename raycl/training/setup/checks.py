@@ -24,7 +24,7 @@ from raycl.methods.base import Method
 from raycl.methods.modifier import Modifiers
 from raycl.methods.registry import method_class, modifier_class
 from raycl.metrics.per_example import check_labels, check_metric, taken_for_same
-from raycl.metrics.run_results import read_results
+from raycl.metrics.run_results import finished_results
 from raycl.scoring.general_ability import check_general
 from raycl.training.definition.settings import DeepSpeedConfig
 from raycl.training.definition.task_order import SCHEDULES, epochs_of
@@ -343,10 +343,11 @@ def read_singles(config: RunConfig) -> dict[str, float] | None:
 
     Raises:
         ConfigError: that run had another method, modifiers, data, backbone, training or seed.
+        RunError: it is not finished.
     """
     if config.eval.singles is None:
         return None
-    results = read_results(config.eval.singles)
+    results = finished_results(config.eval.singles)
     check_singles(config, results["config"], f"eval.singles '{config.eval.singles}'")
     last = [row for row in results["matrix"] if any(row)][-1]
     return {task: cell["value"] for task, cell in zip(results["stream"]["tasks"], last, strict=True) if cell}

@@ -57,8 +57,10 @@ def check_engine(config: RunConfig) -> None:
             "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
         )
     if engine.sharding and config.method.innermost.reads_weights:
+        learner = config.method.innermost
         by = " (use_dora, init_lora_weights, target_parameters)"
-        reason = by if isinstance(config.method.innermost, LoraSettings) else ""
+        is_chosen = isinstance(learner, LoraSettings) and learner.reads_chosen_weights
+        reason = by if is_chosen else ""
         raise ConfigError(
             f"method '{config.method.name}' reads the backbone's weights{reason}, which {engine.sharding} does not "
             "support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"

@@ -40,7 +40,9 @@ def group_table(summary: Tree) -> Page:
     for group in summary["groups"]:
         cells = [text(group["settings"].get(path)) for path in paths]
         pairs = zip(group["means"], group["spreads"], strict=True)
-        table.add_row(*cells, str(len(group["numbers"])), *[_spread(mean, spread) for mean, spread in pairs])
+        count, done = len(group["numbers"]), group["done"]
+        trials = str(count) if done == count else f"{done} of {count}"
+        table.add_row(*cells, trials, *[_spread(mean, spread) for mean, spread in pairs])
     return Page(table)
 
 

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
@@ -246,6 +247,10 @@ class SweepConfig(Section):
         if self.search.name == "grid" and (endless or self.samples > 1):
             what = f"'{endless[0]}' is a range" if endless else f"samples is {self.samples}"
             raise ValueError(f"search is grid, but {what}: list its values, or use search=random")
+        try:
+            _ = self._expressions
+        except CycleError as error:
+            raise ValueError(f"space: {' reads '.join(error.args[1])}: expected expressions in no circle") from error
         unknown = [path for path in self.over if path not in self.space]
         if unknown:
             raise ValueError(f"over names '{unknown[0]}': expected some of {', '.join(self.space)}")
@@ -314,17 +319,31 @@ class SweepConfig(Section):
         return distinct
 
     def follow(self, settings: Settings) -> Settings:
-        """Return the settings with those that follow from others, in the file's order.
+        """Return the settings with those that follow from others, in the file's order; what an expression reads is
+        computed before it.
 
         Raises:
             ConfigError: an expression names a path that does not exist, or cannot be computed.
         """
         followed = dict(settings)
-        for path, draw in self.space.items():
-            if draw.expr is not None:
-                tree = configs.as_tree(configs.validate(RunConfig, self.tree(followed)))
-                followed[path] = parse(draw.expr).value(partial(_at, tree))
+        for path, expression in self._expressions.items():
+            tree = configs.as_tree(configs.validate(RunConfig, self.tree(followed)))
+            followed[path] = expression.value(partial(_at, tree))
         return in_order(followed, self.space)
+
+    @cached_property
+    def _expressions(self) -> dict[str, Expression]:
+        """Path -> its expression, each after those that it reads.
+
+        Raises:
+            CycleError: two of them read each other.
+        """
+        parsed = {path: parse(draw.expr) for path, draw in self.space.items() if draw.expr is not None}
+        read = {
+            path: {other for other in parsed for name in expression.names if f"{name}.".startswith(f"{other}.")}
+            for path, expression in parsed.items()
+        }
+        return {path: parsed[path] for path in TopologicalSorter(read).static_order()}
 
     def tree(self, settings: Settings) -> Tree:
         """Return the base with one trial's settings and resources."""

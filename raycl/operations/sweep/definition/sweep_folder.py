@@ -102,12 +102,16 @@ class SweepFolder:
         return str(self.storage.read_json(file)["error"]) if self.storage.exists(file) else None
 
     def state(self, number: int, phases: int) -> tuple[State, RunState]:
-        """Return what became of a trial of so many phases, and how far it got."""
+        """Return what became of a trial of so many phases, and how far it got.
+
+        One that was ended between its last phase and its results is unfinished: they are written when it continues.
+        """
         run = self.run(number)
         reached = read_state(run)
         done = len(reached.phases)
         if done == phases:
-            return "done", reached
+            results = self.results(number)
+            return ("unfinished" if results is None or not results["finished"] else "done"), reached
         if is_stopped(run, done):
             return "stopped", reached
         return ("failed" if self.error(number) is not None else "unfinished"), reached

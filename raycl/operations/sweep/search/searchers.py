@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from ray.tune.search import Searcher
 
 from raycl import config as configs
@@ -177,8 +178,9 @@ class TpeSearcher(RecordingSearcher):
             self.open_trials[number], self.keys[number] = self._ask_for(settings), key_of(settings)
             return number, settings
         while self.proposed < self.sweep.samples:
-            trial = self.study.ask(self._distributions())
             number, self.proposed = self.proposed, self.proposed + 1
+            self.study.sampler = _sampler(self.sweep, number)
+            trial = self.study.ask(self._distributions())
             drawn = {path: _value(self.sweep.space[path], value) for path, value in trial.params.items()}
             proposed = self.sweep.follow(in_order(drawn, self.sweep.space))
             settings = self.sweep.collapsed(proposed)
@@ -261,11 +263,18 @@ def _study(sweep: SweepConfig) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    search = sweep.search
-    sampler = optuna.samplers.TPESampler(seed=search.seed, n_startup_trials=search.startup, constant_liar=True)
     better = optuna.study.StudyDirection
     directions = [better.MAXIMIZE if mode == "max" else better.MINIMIZE for mode in sweep.mode]
-    return optuna.create_study(sampler=sampler, directions=directions)
+    return optuna.create_study(sampler=_sampler(sweep, 0), directions=directions)
+
+
+def _sampler(sweep: SweepConfig, number: int) -> Any:
+    """Return what proposes a trial: its draws depend on the number alone, so that a search that continues does not
+    draw again what it has drawn."""
+    from optuna.samplers import TPESampler
+
+    seed = int(np.random.SeedSequence([sweep.search.seed, number]).generate_state(1)[0])
+    return TPESampler(seed=seed, n_startup_trials=sweep.search.startup, constant_liar=True)
 
 
 def _distribution(draw: Draw) -> Any:

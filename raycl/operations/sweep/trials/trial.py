@@ -71,7 +71,7 @@ def separate_tree(config: RunConfig) -> Tree:
     tree["eval"]["untrained"], tree["eval"]["shots"] = False, 0
     tree["eval"]["general"] = configs.as_tree(GeneralConfig())  # texts of no task find no model
     tree["eval"] |= {"instruction": "given", "unknown": "nearest"}  # each text comes with its task: no router chooses
-    tree["bank"]["publish"] = False
+    tree["bank"] |= {"publish": False, "start": None, "revise": None}  # each task from the backbone
     tree["checkpoint"]["export"] = "none"
     tree["launch"]["parallel_tasks"] = 1
     if tree["stream"]["tasks"] is not None and not tree["modifiers"]:  # a modifier may leave the first task out
