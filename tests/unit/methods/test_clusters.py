@@ -63,9 +63,11 @@ def test_co_magnitude_sums_products_of_magnitudes_over_real_tokens() -> None:
 def test_one_row_a_cluster_is_no_clustering_and_one_cluster_is_plain_training(
     lab: Lab, tmp_path: Any, method: str
 ) -> None:
+    """Each task makes clusters of its own in the same way, so that one task shows it."""
+
     def losses(name: str, *modifiers: Any) -> list[Any]:
-        storage = Storage.at(tmp_path / name)
-        run(lab.config("bert", method, modifiers=[*modifiers], train={"max_steps": 3}), storage)
+        storage, stream = Storage.at(tmp_path / name), {"tasks": lab.tasks[:1]}
+        run(lab.config("bert", method, modifiers=[*modifiers], train={"max_steps": 3}, stream=stream), storage)
         return trace(storage)
 
     migu = {"name": "migu", "threshold": 0.5, "skip_first_task": False}
@@ -79,7 +81,7 @@ def test_one_row_a_cluster_is_no_clustering_and_one_cluster_is_plain_training(
 @pytest.mark.parametrize("way", WAYS)
 def test_clusters_stay_for_the_task_and_survive_a_stop(lab: Lab, tmp_path: Any, way: str) -> None:
     migu = {"name": "migu", "clusters": 4, "cluster_by": way, "skip_first_task": False}
-    config = lab.config("bert", "finetune", modifiers=[migu])
+    config = lab.config("bert", "finetune", modifiers=[migu], stream={"tasks": lab.tasks[:1]})
     run(config, Storage.at(tmp_path / "whole"))
     with pytest.raises(Stop):
         run(config, Storage.at(tmp_path / "left"), after=3)

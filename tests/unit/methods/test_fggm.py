@@ -131,9 +131,10 @@ def test_what_it_cannot_mask_is_said(lab: Lab) -> None:
             check_engine(lab.config("bert", "lora", ENGINES[engine], modifiers=["fggm"]))
 
 
-@pytest.mark.parametrize(("kind", "method"), [("bert", "finetune"), ("llama", "lora")])
-def test_it_keeps_a_modifiers_contract(kind: str, method: str) -> None:
-    check_modifier(Fggm, {"threshold": 0.5}, methods=(method,), kinds=(kind,))
+@pytest.mark.parametrize("method", ["finetune", "lora"])
+def test_it_keeps_a_modifiers_contract(method: str) -> None:
+    """With whole weights, and with adapters that are published; its scores are of all kinds of backbones alike."""
+    check_modifier(Fggm, {"threshold": 0.5}, methods=(method,), kinds=("bert",))
 
 
 def test_its_defaults_are_the_papers() -> None:

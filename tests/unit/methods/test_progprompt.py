@@ -163,7 +163,7 @@ def test_the_router_by_hand() -> None:
 def test_snapshots_answer_as_the_run_did(lab: Lab, tmp_path: Path, kind: str, task_id: bool) -> None:
     """Trained at a rate at which prompts change answers, stopped by nothing, and read back from the bank."""
     storage = Storage.at(tmp_path)
-    config = lab.config(kind, {"name": "progprompt", "task_id": task_id}, train={"epochs": 4, "learning_rate": 0.3})
+    config = lab.config(kind, {"name": "progprompt", "task_id": task_id}, train={"epochs": 2, "learning_rate": 0.3})
     context = run(config, storage).context
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
