@@ -81,7 +81,7 @@ def test_one_task_is_the_learners_own_bit_for_bit(lab: Lab, tmp_path: Path) -> N
     assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
 
 
-@pytest.mark.parametrize("learner", ["lora", "finetune", "olora"])
+@pytest.mark.parametrize("learner", ["finetune", "olora"])
 def test_no_step_goes_against_the_earlier_tasks(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
 ) -> None:

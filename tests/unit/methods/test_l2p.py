@@ -9,7 +9,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, opened, run, trace
 from torch.nn.functional import cosine_similarity
 
@@ -159,12 +159,12 @@ def test_served_texts_get_the_prompts_of_the_run_and_its_answers(
 ) -> None:
     done = taught(kind, "l2p")
     bank = bank_of(done, tmp_path)
-    asked = examples(done, bank)
-    codec, expected = done.context.backbone.codec, {}
+    asked = examples(done, bank, rows=FEW)
+    router, codec, expected = evaluated_by(done), done.context.backbone.codec, {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(Collate([table], codec.pad_id), 1):
-            row = evaluated_by(done).mixture(batch)
+            row = router.mixture(batch)
             names = {name for name, weight in zip(row.names, row.weights[0].tolist(), strict=True) if weight}
             expected[table.texts(batch.rows.tolist())[0]] = names
     assert len(set(map(frozenset, expected.values()))) > 1

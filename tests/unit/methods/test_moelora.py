@@ -10,7 +10,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase, end_phase
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import ENGINES, KINDS, Complete, Lab, Taught, evaluated_by, matrix, run, trace
 
 from raycl.data.loader import Collate, eval_batches
@@ -142,11 +142,12 @@ def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
 ) -> None:
     """They get it while others are decoded too, whose adapters are no part of what the router reads."""
     done = taught(kind, "moelora")
-    asked, codec, expected = examples(done, bank_of(done, tmp_path)), done.context.backbone.codec, {}
+    asked, codec = examples(done, bank_of(done, tmp_path), rows=FEW), done.context.backbone.codec
+    router, expected = evaluated_by(done), {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(Collate([table], codec.pad_id), 1):
-            row = evaluated_by(done).mixture(batch)
+            row = router.mixture(batch)
             weights = dict(zip(row.names, row.weights[0].tolist(), strict=True))
             expected[table.texts(batch.rows.tolist())[0]] = weights
     sampling = None if kind == "bert" else Sampling(12)

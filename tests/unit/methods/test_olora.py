@@ -242,9 +242,9 @@ def test_head_rows_in_training(lab: Lab, complete: Complete, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: str) -> None:
+def test_a_merged_model_answers_as_the_snapshot(lab: Lab, complete: Complete, tmp_path: Path, kind: str) -> None:
     """`jobs/bank.py export` without names takes all adapters of the sum, heads included."""
-    bank = Bank(finished(lab, tmp_path / "run", "olora", kind, train={"learning_rate": 0.03}).sub("bank"))
+    bank = Bank(complete(kind, "olora", "torch").copy(tmp_path).sub("bank"))
     snapshot, folder = bank.newest(), tmp_path / "merged"
     assert snapshot is not None
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]

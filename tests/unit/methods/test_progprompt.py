@@ -9,7 +9,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase, end_phase, routed
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, opened, run
 from torch import Tensor
 
@@ -206,7 +206,7 @@ def test_served_texts_need_their_task_and_get_the_answers_of_the_run(taught: Tau
         served = model.backbone.prefix(1, torch.device("cpu"))
     learned = [model.loaded.source(name).prompt for name in ("animal", "colour")]
     assert served is not None and torch.equal(served[0][0], torch.cat(learned))  # type: ignore[arg-type]
-    asked = examples(done, bank)
+    asked = examples(done, bank, rows=FEW)
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other

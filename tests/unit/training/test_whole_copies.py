@@ -101,7 +101,8 @@ def test_masters_are_written_and_exported_from_where_they_lie(
     monkeypatch.setattr(Scattered, "joined", joined)
     monkeypatch.setattr(DeepSpeedEngine, "parameters", None)
     storage = Storage.at(tmp_path)
-    config = lab.config("llama", "finetune", ENGINES[engine], backbone={"dtype": "bfloat16"})
+    sections = {"backbone": {"dtype": "bfloat16"}, "stream": {"tasks": lab.tasks[:1]}}
+    config = lab.config("llama", "finetune", ENGINES[engine], **sections)
     run(config, storage)
     (name,) = storage.list("learned")[-1:]
     weights = load(storage.read(f"learned/{name}/model.safetensors"))
