@@ -24,7 +24,7 @@ SERVER = pytest.StashKey[ForkServer]()
 COPIES = pytest.StashKey["Copies"]()
 LATER = ("deepspeed", "peft", "sklearn.manifold", "torch._dynamo")
 """Libraries that runs import when they need them: processes of the fork server find them imported."""
-SERVED = ("l2p", "mocl", "mocl-task-id", "progprompt", "epi", "moelora", "prompt", "lfpt5-real")
+SERVED = ("l2p", "mocl", "mocl-task-id", "moelora", "prompt", "lfpt5-real")
 """Methods whose taught runs are only served: half the steps at twice the rate, and no checkpoints inside a task."""
 RAY = Path(__file__).resolve().parents[1] / "ray"
 
