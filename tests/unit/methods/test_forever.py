@@ -110,7 +110,8 @@ def test_steps_of_a_replay_are_held_to_the_weights_before_the_task(lab: Lab) -> 
 
 def test_without_a_replay_it_is_its_learner(lab: Lab, complete: Complete, tmp_path: Path) -> None:
     traces = {"lora": trace(complete("bert", "lora", "torch").storage)}
-    for name, settings in {"never": {"warm_up": 1000}, "soon": {"warm_up": 1, "share": 0.5}}.items():
+    others: dict[str, dict[str, Any]] = {"never": {"warm_up": 1000}, "soon": {"warm_up": 1, "share": 0.5}}
+    for name, settings in others.items():
         storage = Storage.at(tmp_path / name)
         run(lab.config("bert", {"name": "forever", **settings}), storage)
         traces[name] = trace(storage)
