@@ -71,16 +71,20 @@ def general(storage: Storage) -> Any:
     return results(storage)["general"]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("llama", "lora"), ("t5", "sapt"), ("llama", "finetune")])
-def test_it_is_measured_before_and_after_and_training_stays_as_it_was(
-    lab: Lab, complete: Complete, files: str, tmp_path: Path, kind: str, method: str
-) -> None:
-    plain, result = complete(kind, method, "torch").storage, Storage.at(tmp_path)
-    run(asked(lab, files, kind, method), result)
-    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
-    tree = general(result)
+def assert_compared(tree: Any) -> None:
+    """There are scores of all tasks before and after the stream, and what lies between."""
     assert tree["before"]["cells"].keys() == tree["after"]["cells"].keys() == {"choose (acc)", "write (exact_match)"}
     assert tree["delta"] == tree["after"]["mean"] - tree["before"]["mean"]
+
+
+def test_it_is_measured_before_and_after_and_training_stays_as_it_was(
+    lab: Lab, complete: Complete, files: str, tmp_path: Path
+) -> None:
+    plain, result = complete("llama", "lora", "torch").storage, Storage.at(tmp_path)
+    run(asked(lab, files, "llama", "lora"), result)
+    assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
+    tree = general(result)
+    assert_compared(tree)
     assert tree["phases"] == [None, tree["after"]]
     assert general(plain) is None
 
@@ -136,7 +140,10 @@ def test_it_is_measured_over_the_epochs_of_a_task_and_training_stays_as_it_was(
     plain, storage, tasks = complete(kind, method, "torch").storage, Storage.at(tmp_path), list(TASKS)
     run(asked(lab, files, kind, method, general={"at": "epochs"}, eval={"at_epochs": 1}), storage)
     assert trace(storage) == trace(plain) and matrix(storage) == matrix(plain)
+    assert exported(storage) == exported(plain)
     tree = results(storage)
+    assert_compared(tree["general"])
+    assert tree["general"]["phases"][-1] == tree["general"]["after"]
     names = [name for task in tasks for name in (task, f"{task}: general")]
     assert list(tree["epochs"]) == names and len({len(curve) for curve in tree["epochs"].values()}) == 1
     after = [phase["mean"] for phase in tree["general"]["phases"]]
