@@ -73,8 +73,9 @@ def tree_of(lab: Lab, case: str, tasks: list[Any], bank: Path) -> dict[str, Any]
 def begun(tree: dict[str, Any], folder: Path, shared: SharedReader | None = None) -> Storage:
     """Return a run as `jobs/train_stream.py` prepares it, on one worker without Ray."""
     config = run_config.from_tree({**tree, "output": {"dir": str(folder.parent), "name": folder.name}})
-    work(prepared_run.prepare(config), shared)
-    prepared_run.finish(prepared_run.reopen(str(folder)))
+    prepared = prepared_run.prepare(config)
+    work(prepared, shared)
+    prepared_run.finish(prepared)
     return Storage.at(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,39 @@ from raycl.training.setup.run_config import RunConfig
 
 QUERIES = ("Output : Output : Output :", "fire is warm", "the sea is")
 evaluate = partial(command, "evaluate")
+FOLDERS = (
+    "arc",
+    "bbh",
+    "gsm8k",
+    "hellaswag",
+    "humaneval",
+    "ifeval",
+    "mmlu",
+    "piqa",
+    "super_glue",
+    "tydiqa",
+    "winogrande",
+)
+"""Folders of lm-eval with the tasks of `SUITES`, and one with a task that runs code."""
+
 FLAGS = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_files() -> Iterator[None]:
+    """Of the 14,000 files of lm-eval's own tasks only those in folders of the suites are read: seconds less."""
+    from lm_eval.tasks import manager
+    from lm_eval.tasks._index import TaskIndex
+
+    own, listed = Path(manager.__file__).parent, TaskIndex._iter_yaml_files
+
+    def few(root: Path) -> Iterator[Path]:
+        for folder in (root / name for name in FOLDERS) if root == own else (root,):
+            yield from listed(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(few))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +163,7 @@ def test_texts_of_no_learned_task_go_to_the_bare_model(
     assert section.figure is not None and section.numbers
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("llama", "finetune"), ("llama", "lora"), ("t5", "sapt"), ("llama", "slm")]
-)
+@pytest.mark.parametrize(("kind", "method"), [("llama", "finetune"), ("t5", "sapt"), ("llama", "slm")])
 def test_it_is_measured_over_the_epochs_of_a_task_and_training_stays_as_it_was(
     lab: Lab, complete: Complete, files: str, tmp_path: Path, kind: str, method: str
 ) -> None:

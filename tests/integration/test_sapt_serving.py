@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from service_client import bank_of, examples, serving
-from tiny import KINDS, Done, Lab, Taught, evaluated_by, opened, run
+from tiny import KINDS, Complete, Done, Lab, evaluated_by, opened, run
 
 from raycl import config as configs
 from raycl.cli import main
@@ -20,10 +20,12 @@ from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 
 
-@pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "soft")])
-def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "sapt-prompt")])
+def test_each_request_has_the_weights_of_its_own_prompt(
+    complete: Complete, tmp_path: Path, kind: str, method: str
+) -> None:
     """A request among others of other lengths has the weights that it has alone and in the stream's own evaluation."""
-    done = taught(kind, method)
+    done = complete(kind, method, "torch")
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}
     codec = model.backbone.codec

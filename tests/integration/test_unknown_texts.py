@@ -55,7 +55,7 @@ def test_an_endpoint_answers_unknown_texts_by_its_rule(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
-    done = learned(lab, tmp_path / "run")
+    done = learned(lab, tmp_path / "run", epochs=3)
     with listening(bank_of(done, tmp_path / "nearest"), false_alarms=RATE) as wire:
         known, unknown = (wire.post(CHAT, asking(text)).json() for text in (KNOWN, UNKNOWN))
         assert known["raycl"]["unknown"] is False and known["raycl"]["tasks"]
@@ -106,7 +106,7 @@ def test_the_served_model_is_the_measured_one(lab: Lab, tmp_path: Path, policy: 
 
 
 def test_labels_of_unknown_texts_are_refused_and_have_no_bare_model(lab: Lab, tmp_path: Path) -> None:
-    done = learned(lab, tmp_path / "run", "bert")
+    done = learned(lab, tmp_path / "run", "bert", epochs=1)
     with listening(bank_of(done, tmp_path / "refuse"), unknown="refuse", false_alarms=RATE) as wire:
         assert problem(wire.post(CLASSIFY, {"input": UNKNOWN}))[0] == 422
         assert wire.post(CLASSIFY, {"input": KNOWN}).status_code == 200
