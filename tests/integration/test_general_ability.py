@@ -32,16 +32,7 @@ from raycl.training.setup.run_config import RunConfig
 QUERIES = ("Output : Output : Output :", "fire is warm", "the sea is")
 evaluate = partial(command, "evaluate")
 FOLDERS = (
-    "arc",
-    "bbh",
-    "gsm8k",
-    "hellaswag",
-    "humaneval",
-    "ifeval",
-    "mmlu",
-    "piqa",
-    "super_glue",
-    "tydiqa",
+    *("arc", "bbh", "gsm8k", "hellaswag", "humaneval", "ifeval", "mmlu", "piqa", "super_glue", "tydiqa"),
     "winogrande",
 )
 """Folders of lm-eval with the tasks of `SUITES`, and one with a task that runs code."""
