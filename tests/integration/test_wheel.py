@@ -18,6 +18,17 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "CITATION.cff")
+BUILD = """
+import os, sys, tarfile
+from pathlib import Path
+from setuptools import build_meta
+folder = Path(sys.argv[1])
+archive = folder / build_meta.build_sdist(folder)
+tarfile.open(archive).extractall(folder, filter="data")
+os.chdir(folder / archive.name.removesuffix(".tar.gz"))
+build_meta.build_wheel(folder)
+"""
+"""As `pip wheel` builds the source archive, in one process."""
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
@@ -31,10 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, sources / path.name, symlinks=True)
         else:
             shutil.copy(path, sources)
-    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, stdout=subprocess.DEVNULL)
-    (archive,) = folder.glob("raycl-*.tar.gz")
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, archive], check=True)
+    subprocess.run([sys.executable, "-c", BUILD, folder], cwd=sources, check=True, stdout=subprocess.DEVNULL)
     (built,) = folder.glob("raycl-*.whl")
     return built
 
@@ -47,7 +55,9 @@ def raycl(wheel: Path) -> Callable[..., str]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     subprocess.run(
-        [*PIP, "--python", python, "install", "--no-deps", "--ignore-installed", wheel], check=True, env=environment
+        [*PIP, "--python", python, "install", "--no-deps", "--no-compile", "--ignore-installed", wheel],
+        check=True,
+        env=environment,
     )
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
