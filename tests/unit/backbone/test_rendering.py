@@ -44,7 +44,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The process is ended sooner here; `tests/integration/test_hostile_templates.py` waits for the product's second."""
+    """It is ended sooner; `tests/integration/test_hostile_templates.py` waits for the second that the product gives."""
     with impatient(render_process, RENDERING_S, tmp_path_factory.mktemp("program")):
         yield
 
