@@ -18,10 +18,10 @@ from raycl.testing.tiny_models import tiny_model
 def test_three_skills_are_learned_and_answers_before_and_after_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of that name is taken instead of the installed one: here the same with few rows and steps."""
+    """A file of that name is taken instead of the installed one: here the same with few rows, steps and tokens."""
     monkeypatch.chdir(tmp_path)
     tree = yaml.safe_load((chat_demo.INSTALLED / chat_demo.FILE).read_text())
-    tree["stream"]["train_rows"] = 8
+    tree["stream"] |= {"train_rows": 8, "max_target_tokens": 8}
     tree["method"]["keys"]["steps"], tree["train"]["epochs"] = 20, 1
     own = tmp_path / chat_demo.FILE
     own.parent.mkdir(parents=True)

@@ -11,9 +11,9 @@ import pytest
 from chat_samples import CONTROL, TEMPLATES, TOKENIZERS
 from chromium import recorded
 from local_endpoint import Served, serving
-from page_looks import SCHEMES, WIDTHS, faults, window
+from page_looks import faults, looks
 from playground_page import opened
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 from tiny import Lab, run
 
 from raycl.storage import Storage
@@ -176,15 +176,11 @@ def test_stop_keeps_what_was_written_and_a_refusal_is_shown(page: Page, served: 
     expect(page.locator(".reply[data-state=ended] .note").first).to_have_text("the queue is full")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_everything_can_be_read(browser: Browser, served: Served, width: int, scheme: str) -> None:
-    page = window(browser, width, scheme)
-    try:
-        canned(page, RICH)
-        say(chatting(page, served), "a question that is long enough to fill more than one line on a narrow screen")
-        expect(page.locator(".reply[data-state=done]")).to_have_count(2)
-        page.locator("#settings").evaluate("element => { element.open = true; }")
-        assert faults(page) == []
-    finally:
-        page.context.close()
+def test_everything_can_be_read(page: Page, served: Served) -> None:
+    """Styles alone depend on the width and the scheme, so the page need not be loaded for each."""
+    canned(page, RICH)
+    say(chatting(page, served), "a question that is long enough to fill more than one line on a narrow screen")
+    expect(page.locator(".reply[data-state=done]")).to_have_count(2)
+    page.locator("#settings").evaluate("element => { element.open = true; }")
+    for look in looks(page):
+        assert faults(page) == [], look

@@ -140,8 +140,10 @@ def test_the_endpoint_and_files_get_the_answers_of_the_evaluation(
 
 
 def test_a_task_that_is_no_conversation_gets_the_plain_contents(config: Config, tmp_path: Path) -> None:
-    bank, snapshot = snapshot_at(run(config("animal"), Storage.at(tmp_path / "run")).storage.sub("bank").uri)
-    with OfflineModel.open(bank, snapshot) as model:
+    given = config("animal")
+    short = {"train": given.train.model_copy(update={"epochs": 1}), "eval": given.eval.__class__()}
+    storage = run(given.model_copy(update=short), Storage.at(tmp_path / "run")).storage
+    with OfflineModel.open(*snapshot_at(storage.sub("bank").uri)) as model:
         words = "it purrs a sleeps " * 4
         (plain,) = model.predict([f"{words}\n{words}"], task="animal")
         (of_chat,) = model.predict([messages_of(f"<|system|>\n{words}\n<|user|>\n{words}")], task="animal")

@@ -24,9 +24,10 @@ REFUSED = r"'.*race' is a run with other settings, claimed on .*: train\.learnin
 
 
 def two(lab: Lab, folder: Path) -> tuple[RunConfig, RunConfig]:
-    """Return two configs of one name that would not learn the same."""
-    output = {"dir": str(folder), "name": "race"}
-    return tuple(lab.config("bert", output=output, train={"learning_rate": rate}) for rate in (0.01, 0.5))  # type: ignore[return-value]
+    """Return two configs of one name and one task that would not learn the same."""
+    sections = {"output": {"dir": str(folder), "name": "race"}, "stream": {"tasks": lab.tasks[:1]}}
+    first, second = (lab.config("bert", train={"learning_rate": rate}, **sections) for rate in (0.01, 0.5))
+    return first, second
 
 
 def test_the_second_of_two_that_start_in_one_folder_is_refused(lab: Lab, tmp_path: Path) -> None:

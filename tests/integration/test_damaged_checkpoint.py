@@ -93,16 +93,23 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous_one(
 HARM = ("cut", "flip", "gone", "{}", "[]")
 
 
+@pytest.fixture(scope="module")
+def stopped(complete: Complete, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a LoRA's run that was stopped inside its last phase, to be copied."""
+    storage = Storage.at(tmp_path_factory.mktemp("stopped"))
+    with pytest.raises(Stop):
+        run(complete("bert", "lora", "torch").config, storage, after=7)
+    return Path(storage.root)
+
+
 @pytest.mark.parametrize(
     ("file", "how"),
     sampled([(file, how) for file in FILES for how in HARM], keep=[("manifest.json", how) for how in HARM]),
 )
 def test_every_kind_of_damage_is_logged_once(
-    complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, how: str
+    complete: Complete, stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, how: str
 ) -> None:
-    done, storage = complete("bert", "lora", "torch"), Storage.at(tmp_path)
-    with pytest.raises(Stop):
-        run(done.config, storage, after=7)
+    done, storage = complete("bert", "lora", "torch"), Storage.at(shutil.copytree(stopped, tmp_path / "copy"))
     older = checkpoint(storage, -2).name
     damage(checkpoint(storage) / file, how)
     with caplog.at_level(logging.WARNING, logger="raycl"):
@@ -112,12 +119,14 @@ def test_every_kind_of_damage_is_logged_once(
     assert matrix(storage) == matrix(done.storage) and trace(storage) == trace(done.storage)
 
 
-def test_the_checkpoint_folder_of_another_run_is_not_continued(complete: Complete, tmp_path: Path, caplog: Any) -> None:
+def test_the_checkpoint_folder_of_another_run_is_not_continued(
+    complete: Complete, stopped: Path, tmp_path: Path, caplog: Any
+) -> None:
     """One with the same settings but its seed, stopped at the same step."""
-    done, (storage, other) = complete("bert", "lora", "torch"), [Storage.at(tmp_path / name) for name in "ab"]
-    for config, folder in ((done.config, storage), (done.config.model_copy(update={"seed": 9}), other)):
-        with pytest.raises(Stop):
-            run(config, folder, after=7)
+    done, other = complete("bert", "lora", "torch"), Storage.at(tmp_path / "other")
+    storage = Storage.at(shutil.copytree(stopped, tmp_path / "copy"))
+    with pytest.raises(Stop):
+        run(done.config.model_copy(update={"seed": 9}), other, after=7)
     newest = checkpoint(storage)
     assert newest.name == checkpoint(other).name
     shutil.rmtree(newest)
@@ -164,16 +173,14 @@ def test_phases_after_an_older_checkpoint_are_trained_again(lab: Lab, tmp_path: 
     assert phases[0] == phases[1] == [1, 2, 3]
 
 
-def test_without_checkpoints_only_the_first_phase_restarts(complete: Complete, tmp_path: Path) -> None:
+def test_without_checkpoints_only_the_first_phase_restarts(complete: Complete, stopped: Path, tmp_path: Path) -> None:
     done = complete("bert", "lora", "torch")
-    first, later = Storage.at(tmp_path / "first"), Storage.at(tmp_path / "later")
+    first, later = Storage.at(tmp_path / "first"), Storage.at(shutil.copytree(stopped, tmp_path / "later"))
     with pytest.raises(Stop):
         run(done.config, first, after=3)
     damage(checkpoint(first) / "manifest.json", "cut")
     run(done.config, first)
     assert matrix(first) == matrix(done.storage) and trace(first) == trace(done.storage)
-    with pytest.raises(Stop):
-        run(done.config, later, after=7)
     for index in (-1, -2):
         damage(checkpoint(later, index) / "manifest.json", "cut")
     with pytest.raises(RunError, match=r"no checkpoint of '.*later' is whole, though 1 phases are finished") as raised:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from http_client import listening, problem
 from service_client import bank_of, examples, serving
-from tiny import Taught, on_main
+from tiny import Complete, on_main
 
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.activations import Activations
@@ -53,8 +53,8 @@ def new_adapter(bank: Bank) -> tuple[Snapshot, Path]:
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
-def test_a_snapshot_with_a_damaged_adapter_is_never_activated(taught: Taught, tmp_path: Path, harm: str) -> None:
-    done = taught("llama", "separate")
+def test_a_snapshot_with_a_damaged_adapter_is_never_activated(complete: Complete, tmp_path: Path, harm: str) -> None:
+    done = complete("llama", "separate", "torch")
     bank = bank_of(done, tmp_path)
     _, path = new_adapter(bank)
     publish = withheld(bank)
@@ -81,8 +81,8 @@ def test_a_snapshot_with_a_damaged_adapter_is_never_activated(taught: Taught, tm
         assert wire.get("/v1/snapshots")["problem"] == ""
 
 
-def test_a_snapshot_with_a_damaged_router_is_never_activated(taught: Taught, tmp_path: Path) -> None:
-    bank = bank_of(taught("bert", "slm"), tmp_path)
+def test_a_snapshot_with_a_damaged_router_is_never_activated(complete: Complete, tmp_path: Path) -> None:
+    bank = bank_of(complete("bert", "slm", "torch"), tmp_path)
     router = bank.open(2).router.tensors
     assert router is not None
     publish = withheld(bank)
@@ -93,9 +93,9 @@ def test_a_snapshot_with_a_damaged_router_is_never_activated(taught: Taught, tmp
         assert wire.get("/readyz")["snapshot"] == 1
 
 
-def test_replicas_load_the_newest_undamaged_snapshot(taught: Taught, tmp_path: Path) -> None:
+def test_replicas_load_the_newest_undamaged_snapshot(complete: Complete, tmp_path: Path) -> None:
     """Snapshot 3 is damaged, 2 is not: both who follows and who starts now answer from 2."""
-    bank = bank_of(taught("llama", "separate"), tmp_path)
+    bank = bank_of(complete("llama", "separate", "torch"), tmp_path)
     second = bank.open(2)
     animal = second.adapter("animal")
     state = bank.fetch(animal, second.layouts[animal.layout])
@@ -128,8 +128,8 @@ def _doubled(state: Any) -> Any:
     return replace(state, linears={path: (2 * a, b) for path, (a, b) in state.linears.items()})
 
 
-def test_a_damaged_active_snapshot_is_refused_at_startup(taught: Taught, tmp_path: Path) -> None:
-    bank = bank_of(taught("llama", "separate"), tmp_path)
+def test_a_damaged_active_snapshot_is_refused_at_startup(complete: Complete, tmp_path: Path) -> None:
+    bank = bank_of(complete("llama", "separate", "torch"), tmp_path)
     flip(new_adapter(bank)[1])
     Activations(bank).add(2, "asked for")
     with pytest.raises(BankError, match="animal@1 are damaged"), serving(bank):
@@ -137,9 +137,9 @@ def test_a_damaged_active_snapshot_is_refused_at_startup(taught: Taught, tmp_pat
 
 
 def test_only_new_tensors_are_verified_and_pseudo_samples_are_not_read(
-    taught: Taught, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank = bank_of(taught("bert", "sapt"), tmp_path)
+    bank = bank_of(complete("bert", "sapt", "torch"), tmp_path)
     first, second = bank.open(1), bank.open(2)
     kinds = {summary.file for entry in second.adapters for summary in entry.extras.values()}
     assert kinds, "SAPT keeps pseudo-samples"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny import Lab, Stop, matrix, run, trace, work
+from tiny import Complete, Lab, Stop, matrix, run, trace, work
 
 from raycl import config as configs
 from raycl.bank import Bank
@@ -45,13 +45,18 @@ def settings_of(lab: Lab, method: str) -> Any:
         writer = {"name": str(lab.model_folder("llama")), "dtype": "float32"}
         generator = {"steps": 5, "rate": 0.02, "max_tokens": 8, "backbone": writer}
         return {"name": "replay", "source": "generated", "share": 0.3, "generator": generator}
-    return lab.slots() if method == "slm" else method
+    return method
 
 
 @pytest.mark.parametrize("method", ["lora", "slm", "sapt", "finetune", "replay"])
-def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, method: str, tmp_path: Path) -> None:
-    whole, first, later = halves(lab, settings_of(lab, method))
-    run(whole, Storage.at(tmp_path / "whole"))
+def test_an_added_task_is_learned_as_if_configured_from_the_start(
+    lab: Lab, complete: Complete, method: str, tmp_path: Path
+) -> None:
+    config, first, later = halves(lab, settings_of(lab, method))
+    if method == "replay":
+        whole = run(config, Storage.at(tmp_path / "whole")).storage
+    else:
+        whole = complete("bert", method, "torch").storage
     folder = Storage.at(tmp_path / "first")
     run(first, folder)
     folder.write(CONFIG, configs.to_yaml(first).encode())
@@ -61,11 +66,10 @@ def test_an_added_task_is_learned_as_if_configured_from_the_start(lab: Lab, meth
     work(grown)
     results = prepared_run.finish(prepared_run.reopen(str(tmp_path / "first")))
     assert results["finished"] and results["matrix"][0][0] == before["matrix"][0][0]
-    assert trace(folder) == trace(Storage.at(tmp_path / "whole"))
-    assert matrix(folder) == matrix(Storage.at(tmp_path / "whole"))
+    assert trace(folder) == trace(whole) and matrix(folder) == matrix(whole)
     ends = [
         read_checkpoint(item, read_state(item).checkpoints[-1], TensorObjects(item, item.sub("bank")))
-        for item in (folder, Storage.at(tmp_path / "whole"))
+        for item in (folder, whole)
     ]
     assert all(torch.equal(ends[0].parameters[name], value) for name, value in ends[1].parameters.items())
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from http_client import listening, problem
+from impatient import RENDERING_S, impatient
 from service_client import bank_of, examples
-from tiny import Taught, on_main
+from tiny import Complete, on_main
 
+from raycl.backbone.markup import render_process
 from raycl.backbone.markup.chat_templates import CHATML
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.activations import Activations
@@ -28,11 +30,14 @@ def templated(bank: Bank, template: str) -> Snapshot:
     return bank.snapshot(NewSnapshot(kept, old.backbone, old.router, tasks, provenance=old.provenance))
 
 
-def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -> None:
-    done = taught("llama", "separate")
+def test_a_hostile_template_is_never_activated(complete: Complete, tmp_path: Path) -> None:
+    done = complete("llama", "separate", "torch")
     bank = bank_of(done, tmp_path)
     asked = examples(done, bank, 1)
-    with listening(bank, follow={"enabled": True, "poll_s": 1.0}) as wire:
+    with (
+        impatient(render_process, RENDERING_S, tmp_path),
+        listening(bank, follow={"enabled": True, "poll_s": 1.0}) as wire,
+    ):
 
         def answers() -> bool:
             return all(
@@ -41,7 +46,10 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
             )
 
         assert wire.get("/readyz")["snapshot"] == 2 and answers()
-        for template, said in (("{{ 1 / 0 }}", "ZeroDivisionError"), (LOOP, "takes more than 1 s of CPU time")):
+        for template, said in (
+            ("{{ 1 / 0 }}", "ZeroDivisionError"),
+            (LOOP, f"takes more than {RENDERING_S} s of CPU time"),
+        ):
             hostile = templated(bank, template + CHATML)
             status, message = problem(wire.post("/admin/activate", {"snapshot": hostile.number}))
             assert status == 404 and said in message and f"the chat template of snapshot {hostile.number}" in message
@@ -56,8 +64,9 @@ def test_a_hostile_template_is_never_activated(taught: Taught, tmp_path: Path) -
         assert Activations(bank).latest() is None, "nothing was decided"
 
 
-def test_a_template_that_waits_for_a_word_holds_up_no_other_request(taught: Taught, tmp_path: Path) -> None:
-    bank = bank_of(taught("llama", "separate"), tmp_path)
+def test_a_template_that_waits_for_a_word_holds_up_no_other_request(complete: Complete, tmp_path: Path) -> None:
+    """The process that renders it has the second that the product gives it."""
+    bank = bank_of(complete("llama", "separate", "torch"), tmp_path)
     waits = "{% if 'fire' in messages[0].content %}" + LOOP + "{% endif %}" + CHATML
     on_main(bank, templated(bank, waits))
     with listening(bank) as wire:

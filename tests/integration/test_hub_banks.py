@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from raycl.operations.banks.hub import CardFields, bank_card, push
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.sample_listing import stored_samples
 from raycl.serve.settings import at_bank, load_serve_config
+from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
 from raycl.training.records.hub import HubAddress, pull, shared, shared_record
 from raycl.training.records.named_bank import snapshot_at
@@ -62,6 +64,14 @@ def here(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def learned(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two tasks and its bank; a test that publishes into the bank takes a copy."""
+    folder = tmp_path_factory.mktemp("learned")
+    begun(tree_of(lab, "slm", lab.tasks, folder / "bank"), folder / "runs/first")
+    return folder
+
+
 def bank_at(hub: Hub, repository: str) -> Bank:
     """Return the bank in the newest commit of a repository."""
     return Bank.at(hub.commits[repository][-1] / "raycl")
@@ -71,17 +81,29 @@ def bank_of(complete: Complete, kind: str, method: str) -> Bank:
     return Bank(complete(kind, method, "torch").storage.sub("bank"))
 
 
+def bars_reach_their_end(caplog: pytest.LogCaptureFixture) -> None:
+    """A push and a pull report what they send and fetch."""
+    bars = [bar for record in caplog.records if (bar := getattr(record, "bar", None))]
+    for what in ("reading what is pushed", "sending files, batches", "fetching files", "checking what was pulled"):
+        mine = [bar for bar in bars if bar.what == what]
+        assert mine[0].done < mine[0].total and mine[-1].done == mine[-1].total, what
+    ended = {bar.what for bar in bars if bar.done == bar.total}
+    assert {bar.what for bar in bars} == ended, "no bar stays"
+
+
 @pytest.mark.parametrize(
     ("kind", "method"), [("bert", "slm"), ("llama", "olora"), ("t5", "slm-prompt-mlp"), ("llama", "lora-copies")]
 )
 def test_what_is_pulled_is_what_was_pushed_bit_for_bit(
-    hub: Hub, complete: Complete, kind: str, method: str, tmp_path: Path
+    hub: Hub, complete: Complete, kind: str, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """PEFT's layout alone has what PEFT can hold; prompts travel as the bank has them, and the card says so."""
     bank = bank_of(complete, kind, method)
     snapshot = head_of(bank)
-    done = push(bank, snapshot, "main", "me/bank", CardFields())
-    there = pulled(tmp_path / "pulled")
+    with caplog.at_level(logging.DEBUG, logger="raycl.progress"):
+        done = push(bank, snapshot, "main", "me/bank", CardFields())
+        there = pulled(tmp_path / "pulled")
+    bars_reach_their_end(caplog)
     theirs = contents(there)
     assert theirs.items() <= contents(bank).items() and snapshot.file in theirs
     assert head_of(there).sha256 == shared(snapshot).sha256 and shared(head_of(there)) == head_of(there)
@@ -201,21 +223,6 @@ def test_plain_peft_loads_each_task_from_the_hub_and_gives_the_same_logits(
         assert (theirs - bare).abs().max() > 1e-3
 
 
-def test_a_push_and_a_pull_report_what_they_send_and_fetch(
-    hub: Hub, complete: Complete, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    bank = bank_of(complete, "bert", "slm")
-    with caplog.at_level(logging.DEBUG, logger="raycl.progress"):
-        push(bank, head_of(bank), "main", "me/bank", CardFields())
-        pulled(tmp_path / "pulled")
-    bars = [bar for record in caplog.records if (bar := getattr(record, "bar", None))]
-    for what in ("reading what is pushed", "sending files, batches", "fetching files", "checking what was pulled"):
-        mine = [bar for bar in bars if bar.what == what]
-        assert mine[0].done < mine[0].total and mine[-1].done == mine[-1].total, what
-    ended = {bar.what for bar in bars if bar.done == bar.total}
-    assert {bar.what for bar in bars} == ended, "no bar stays"
-
-
 def test_an_interrupted_push_shows_nothing_and_sends_the_rest_when_it_is_repeated(
     hub: Hub, complete: Complete, tmp_path: Path
 ) -> None:
@@ -289,10 +296,11 @@ def test_a_record_cannot_name_files_outside_its_repository(hub: Hub, complete: C
         pulled(tmp_path / "pulled")
 
 
-def test_a_run_starts_from_the_hub_and_learns_one_more_task(hub: Hub, lab: Lab, tmp_path: Path, here: Path) -> None:
+def test_a_run_starts_from_the_hub_and_learns_one_more_task(
+    hub: Hub, lab: Lab, learned: Path, tmp_path: Path, here: Path
+) -> None:
     """It learns what it learns from the bank that was pushed, and publishes into a folder beside the runs."""
-    begun(tree_of(lab, "slm", lab.tasks, tmp_path / "bank"), tmp_path / "runs/first")
-    bank = Bank.at(tmp_path / "bank")
+    bank = Bank.at(shutil.copytree(learned / "bank", tmp_path / "bank"))
     done = push(bank, head_of(bank), "main", "me/bank", CardFields())
     third = {"stream": {"tasks": [{**lab.tasks[0], "name": "third"}]}}
     local = begun({"bank": {"start": f"{bank.storage.uri}@main"}, **third}, tmp_path / "runs/local")
@@ -328,12 +336,11 @@ def test_stored_samples_are_left_out_unless_they_are_asked_for(
     assert stored_samples(whole, head_of(whole)) == {"colour": 3, "animal": 3}
 
 
-def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, tmp_path: Path) -> None:
+def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, learned: Path, tmp_path: Path) -> None:
     """Results are the accuracy matrix; what a user has said once is kept, and files of others stay."""
     from huggingface_hub import ModelCard
 
-    run = begun(tree_of(lab, "slm", lab.tasks, tmp_path / "bank"), tmp_path / "runs/first")
-    bank = f"{tmp_path}/bank"
+    bank = str(shutil.copytree(learned / "bank", tmp_path / "bank"))
     words = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "me/rows"]
     assert main.main(["push", f"{bank}@1", "me/bank", *words]) == 0
     (hub.commits["me/bank"][-1] / "picture.png").write_text("theirs")
@@ -349,7 +356,7 @@ def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, tmp_path: Path) -> 
     names = [task["name"] for task in lab.tasks]
     values = {
         (task, f"exact_match after {phase}"): value
-        for phase, row in zip(names, matrix(run), strict=True)
+        for phase, row in zip(names, matrix(Storage.at(learned / "runs/first")), strict=True)
         for task, value in zip(names, row, strict=True)
         if value is not None
     }

@@ -31,13 +31,22 @@ from raycl.training.setup.run_config import RunConfig
 REPO = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def three(lab: Lab, tmp_path: Path) -> tuple[Any, Storage, Bank]:
-    """Return a finished run of three phases, and its bank."""
+@pytest.fixture(scope="module")
+def finished(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """Return a finished run of three phases: its config and its folder."""
     tasks = [*lab.tasks, {**lab.tasks[0], "name": "third"}]
-    config, storage = lab.config("bert", "separate", stream={"tasks": tasks}), Storage.at(tmp_path / "run")
+    config = lab.config("bert", "separate", stream={"tasks": tasks})
+    storage = Storage.at(tmp_path_factory.mktemp("run"))
     run(config, storage)
     storage.write(CONFIG, configs.to_yaml(config).encode())
+    return config, Path(storage.root)
+
+
+@pytest.fixture
+def three(finished: tuple[RunConfig, Path], tmp_path: Path) -> tuple[Any, Storage, Bank]:
+    """Return the config of a finished run of three phases, a copy of the run, and its bank."""
+    config, folder = finished
+    storage = Storage.at(shutil.copytree(folder, tmp_path / "run"))
     return config, storage, Bank(storage.sub("bank"))
 
 

@@ -43,7 +43,7 @@ def test_off_task_answers_score_nothing_or_are_counted(
     cells = {}
     for rule, settings in RULES.items():
         result = Storage.at(tmp_path / rule)
-        run(lab.config("bert", "lora", stream={"tasks": tasks}, eval=settings, train={"epochs": 8}), result)
+        run(lab.config("bert", "lora", stream={"tasks": tasks}, eval=settings, train={"epochs": 5}), result)
         cells[rule] = result.read_json("results.json")["matrix"][-1][0]
         bank = Bank(result.sub("bank"))
         given = [bank.storage.uri, str(tmp_path / "short" / "test.jsonl"), "--task", "short"]

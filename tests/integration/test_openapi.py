@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 from service_client import bank_of
-from tiny import Taught
+from tiny import Complete
 
 CHECKED = [
     *(not_a_server_error, status_code_conformance, content_type_conformance, response_headers_conformance),
@@ -42,10 +42,10 @@ EACH = settings(max_examples=10, suppress_health_check=list(HealthCheck), phases
 
 
 @pytest.fixture(scope="module")
-def wires(taught: Taught, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Wire]]:
+def wires(complete: Complete, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Wire]]:
     limits = {"max_tokens": 4, "n": 2}
     with ExitStack() as stack:
-        banks = {kind: bank_of(taught(kind, "slm"), tmp_path_factory.mktemp(kind)) for kind in KINDS}
+        banks = {kind: bank_of(complete(kind, "slm", "torch"), tmp_path_factory.mktemp(kind)) for kind in KINDS}
         yield {kind: stack.enter_context(listening(bank, limits=limits)) for kind, bank in banks.items()}
 
 

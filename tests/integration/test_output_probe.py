@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import TASKS, Lab, Stop, run, work
+from tiny import TASKS, Complete, Lab, Stop, run, work
 from transformers import AutoModelForSeq2SeqLM
 
+from raycl import config as configs
 from raycl.backbone import load_codec
 from raycl.cli import main
 from raycl.data.stream import open_stream
@@ -22,6 +23,7 @@ from raycl.launch.probe import FILE, ProbeSettings, probe
 from raycl.operations.report.phase_summaries import unpacked_rows
 from raycl.storage import Storage
 from raycl.storage.records import hashed
+from raycl.training.records.run_folder import CONFIG
 
 ROWS, HALF = 3, ProbeSettings(rows=3, threshold=0.5)
 MIGU = [{"name": "migu", "threshold": 0.7, "skip_first_task": False}]
@@ -128,9 +130,15 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "method", "objective"), KINDS)
 def test_every_method_and_kind_of_backbone_can_be_measured(
-    lab: Lab, tmp_path: Path, kind: str, method: str, objective: str
+    lab: Lab, complete: Complete, tmp_path: Path, kind: str, method: str, objective: str
 ) -> None:
-    address = finished(lab, tmp_path, "one", kind, method, stream={"objective": objective})
+    if objective == "answer":
+        done = complete(kind, method, "torch")
+        storage = done.copy(tmp_path)
+        storage.write(CONFIG, configs.to_yaml(done.config).encode())
+        address = storage.uri
+    else:
+        address = finished(lab, tmp_path, "one", kind, method, stream={"objective": objective})
     result = probe(address, HALF)
     models = result["models"]
     assert models["trained"].keys() == models["untrained"].keys() and len(models["trained"]) > 8

@@ -77,6 +77,7 @@ def test_the_page_loads_without_errors_and_sends_no_other_requests(page: Page, s
     page.on("request", lambda request: asked.append(request.url))
     opened(page, endpoint)
     expect(page.locator("#summary")).to_have_text("· 2 tasks · decoder")
+    expect_footer(page, "/v1/chat/completions")
     assert shown(mixture(page)) == {"colour": "0.00", "animal": "0.00"}
     alone = page.locator("#pinned-choice option").all_text_contents()
     assert alone[:2] == ["colour", "animal"] and "colour.0@1" in alone[2:]
@@ -88,13 +89,12 @@ def test_the_page_loads_without_errors_and_sends_no_other_requests(page: Page, s
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
-def test_typing_updates_the_mixture_before_a_request_is_sent(page: Page, served: Get, kind: str) -> None:
-    opened(page, served(kind))
+def test_typing_updates_the_mixture_before_a_request_is_sent(page: Page, served: Get) -> None:
+    opened(page, served("llama"))
     for text in (COLOUR, ANIMAL):
         page.fill("#text", "")
         page.locator("#text").press_sequentially(text, delay=15)
-        how = served(kind).ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
+        how = served("llama").ask("/v1/route", {"input": text})[1]["data"][0]["raycl"]
         hard_weights = next(iter(how["tasks"]))
         assert how["tasks"][hard_weights] > 0.5, "these texts must be routed to different tasks"
         wanted = f"{how['tasks'][hard_weights]:.2f}"
@@ -126,9 +126,8 @@ def test_of_many_tasks_those_with_the_largest_weights_are_shown(page: Page, serv
     assert shown(page.locator("#auto .mixture details .bars")) == {"one": "1.50", "two": "−0.50"}
 
 
-@pytest.mark.parametrize("kind", ["t5", "llama"])
-def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Served], None], kind: str) -> None:
-    endpoint = served(kind)
+def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Served], None]) -> None:
+    endpoint = served("llama")
     slowly(endpoint)
     errors = recorded(opened(page, endpoint))
     page.fill("#text", ANIMAL)
@@ -162,6 +161,7 @@ def test_three_answers_stream_in(page: Page, served: Get, slowly: Callable[[Serv
 def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
     endpoint = served("bert")
     opened(page, endpoint)
+    expect_footer(page, "/v1/classify")
     assert not page.locator("#max_tokens").is_visible(), "nothing is generated here"
     page.fill("#text", ANIMAL)
     page.select_option("#pinned-choice", "colour")
@@ -176,9 +176,8 @@ def test_an_encoder_answers_with_labels(page: Page, served: Get) -> None:
     assert page.locator("#cards").get_attribute("data-count") == "2"
 
 
-@pytest.mark.parametrize(("kind", "path"), [("bert", "/v1/classify"), ("llama", "/v1/chat/completions")])
-def test_the_footer_names_what_this_endpoint_answers(page: Page, served: Get, kind: str, path: str) -> None:
-    opened(page, served(kind))
+def expect_footer(page: Page, path: str) -> None:
+    """The footer names what this endpoint answers."""
     footer = page.locator("body > footer")
     expect(footer).to_contain_text(f"POST {path}")
     assert footer.inner_text().count("/v1/") == 2, "its own path, and that of mixtures"
@@ -268,15 +267,20 @@ def test_the_out_of_distribution_score_of_an_answer(page: Page, served: Get) -> 
     expect(page.locator("#auto .ood")).to_have_class(re.compile("high"))
 
 
-@pytest.mark.parametrize(("adapters", "end"), [({"one": 1.0}, ""), ({}, ", so the bare model answers")])
-def test_a_text_of_no_task_is_said_to_be_one(page: Page, served: Get, adapters: dict[str, float], end: str) -> None:
-    how = {"tasks": {"colour": 1.0}, "adapters": adapters, "ood_score": 1.0}
+def test_a_text_of_no_task_is_said_to_be_one(page: Page, served: Get) -> None:
+    how: dict[str, Any] = {"tasks": {"colour": 1.0}, "ood_score": 1.0}
     how |= {"unknown": True, "ood_distance": 312.4, "ood_threshold": 204.6}
     page.route("**/v1/route", lambda route: route.fulfill(json={"data": [{"raycl": how}]}))
     opened(page, served("llama"))
-    page.fill("#text", ANIMAL)
-    said = f"of no learned task: distance 312, known texts lie below 205{end}"
-    expect(page.locator("#auto .hint")).to_have_text(said)
+    cases: list[tuple[str, dict[str, float], str]] = [
+        (ANIMAL, {"one": 1.0}, ""),
+        (COLOUR, {}, ", so the bare model answers"),
+    ]
+    for text, adapters, end in cases:
+        how["adapters"] = adapters
+        page.fill("#text", text)
+        said = f"of no learned task: distance 312, known texts lie below 205{end}"
+        expect(page.locator("#auto .hint")).to_have_text(said)
 
 
 def requested(line: str) -> Any:
@@ -315,13 +319,15 @@ def test_the_curl_line_sends_the_same_request(page: Page, served: Get, kind: str
 # ---- stopping ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["button", "escape", "asking again"])
-def test_stop_ends_the_answers_in_page_and_server(
-    page: Page, served: Get, slowly: Callable[[Served], None], by: str
-) -> None:
+def test_stop_ends_the_answers_in_page_and_server(page: Page, served: Get, slowly: Callable[[Served], None]) -> None:
     endpoint = served("llama")
     slowly(endpoint)
-    opened(page, endpoint)
+    for by in ("button", "escape", "asking again"):
+        opened(page, endpoint)
+        _stop(page, endpoint, by)
+
+
+def _stop(page: Page, endpoint: Served, by: str) -> None:
     send(page, ANIMAL, max_tokens=400)
     expect(page.locator("#base .text")).not_to_be_empty()
     expect_state(page, "answering", "base")

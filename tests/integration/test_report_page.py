@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from chromium import recorded
-from page_looks import SCHEMES, Scheme, faults, window
-from playwright.sync_api import Browser
+from page_looks import faults, looks, window
+from playwright.sync_api import Browser, Page
 from tiny import Complete, Lab, run
 
 from raycl.cli.main import main
@@ -39,20 +39,19 @@ def written(complete: Complete, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return file
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_page_can_be_read_everywhere(written: Path, browser: Browser, width: int, scheme: str) -> None:
-    page = window(browser, width, scheme)
+def test_the_page_can_be_read_everywhere(written: Path, page: Page) -> None:
+    """It has no script, so it need not be loaded for each look."""
     errors, asked = recorded(page), []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(written.as_uri())
     assert page.locator("section h2").all_inner_texts() == list(SECTIONS)
-    assert faults(page) == [] == errors
+    for look in looks(page):
+        assert faults(page) == [], look
     for details in page.locator("details").all():
         details.locator("summary").click()
-    assert faults(page) == [], "the numbers as tables too"
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    page.context.close()
+    for look in looks(page):
+        assert faults(page) == [], f"the numbers as tables too, {look}"
+    assert errors == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
 def test_pictures_have_their_numbers_as_tables(written: Path, browser: Browser, complete: Complete) -> None:
@@ -87,15 +86,14 @@ def scored(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Storage:
     return storage
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_out_of_distribution_scores_are_drawn(scored: Storage, browser: Browser, width: int, scheme: Scheme) -> None:
-    page = window(browser, width, scheme)
+def test_out_of_distribution_scores_are_drawn(scored: Storage, page: Page) -> None:
     page.goto(Path(scored.uri).with_name("report.html").as_uri())
     section = page.locator("#out-of-distribution-scores")
     section.locator("summary").click()
-    assert faults(page) == []
-    assert section.locator("figure").evaluate("figure => figure.scrollWidth <= figure.clientWidth"), "the whole picture"
+    for look in looks(page):
+        assert faults(page) == [], look
+        whole = section.locator("figure").evaluate("figure => figure.scrollWidth <= figure.clientWidth")
+        assert whole, f"the picture is cut, {look}"
     words = set(section.locator("svg text").all_text_contents())
     assert {"colour", "animal", "learned", "before it was learned", "threshold (0.2 false alarms)"} <= words
     last = scored.read_json("results.json")["phase_summaries"][-1]["ood"]
@@ -104,7 +102,6 @@ def test_out_of_distribution_scores_are_drawn(scored: Storage, browser: Browser,
     assert [row[:2] for row in rows] == expected
     scores = [*last["learned"].values(), *last["outside"].values()]
     assert sorted(row[2:7] for row in rows) == sorted([f"{score:.3f}" for score in part] for part in scores)
-    page.context.close()
 
 
 def test_the_file_needs_nothing_else(written: Path) -> None:

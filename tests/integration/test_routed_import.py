@@ -21,9 +21,9 @@ from raycl.operations.banks.hub import CardFields, push
 from raycl.operations.banks.maintenance import verify
 
 
-def learned(lab: Lab, folder: Path, kind: str, method: Any, task: dict[str, Any]) -> str:
-    """Return the bank of a run that learned one task well enough."""
-    tree = lab.tree(kind, method, train={"epochs": 8, "learning_rate": 0.03})
+def learned(lab: Lab, folder: Path, kind: str, method: Any, task: dict[str, Any], epochs: int = 8) -> str:
+    """Return the bank of a run that learned one task, by default well enough."""
+    tree = lab.tree(kind, method, train={"epochs": epochs, "learning_rate": 0.03})
     tree["stream"] = {**tree["stream"], "tasks": [task]}
     return begun(tree, folder).sub("bank").uri
 
@@ -126,7 +126,7 @@ def test_examples_are_read_in_their_prompt_where_the_router_was_fitted_on_prompt
     complete: Complete, lab: Lab, tmp_path: Path
 ) -> None:
     """The snapshot keeps the router's other settings."""
-    ours = learned(lab, tmp_path / "ours", "llama", lab.slots(router_text="prompt"), lab.tasks[0])
+    ours = learned(lab, tmp_path / "ours", "llama", lab.slots(router_text="prompt"), lab.tasks[0], epochs=1)
     source = complete("llama", "slm", "torch").storage.sub("bank").uri
     folder, before = str(tmp_path / "peft"), head_of(Bank.at(ours))
     assert main.main(["bank", "export", source, "--adapters", "animal.0", "--to", folder]) == 0

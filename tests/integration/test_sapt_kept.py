@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from axes import sampled
 from phases import begin_phase, end_phase, routed
 from test_sapt import WORLD, loss, started
 from tiny import KINDS, Lab
@@ -84,8 +85,7 @@ def test_a_given_task_is_answered_at_any_adapter_weight(lab: Lab, loudness: floa
             assert set(predict(backbone, batch, 1)) <= {"red", "blue"}
 
 
-@pytest.mark.parametrize("value", ["lora", "prompt"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "value"), sampled([(kind, value) for kind in KINDS for value in ("lora", "prompt")]))
 def test_the_default_pruning_threshold_changes_states_by_less_than_a_thousandth(
     lab: Lab, kind: str, value: str
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from service_client import bank_of, examples, serving
-from tiny import KINDS, Done, Lab, Taught, evaluated_by, opened, run
+from tiny import KINDS, Complete, Done, Lab, evaluated_by, opened, run
 
 from raycl import config as configs
 from raycl.cli import main
@@ -20,10 +20,12 @@ from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 
 
-@pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "soft"), ("llama", "soft")])
-def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "sapt") for kind in KINDS), ("t5", "sapt-prompt")])
+def test_each_request_has_the_weights_of_its_own_prompt(
+    complete: Complete, tmp_path: Path, kind: str, method: str
+) -> None:
     """A request among others of other lengths has the weights that it has alone and in the stream's own evaluation."""
-    done = taught(kind, method)
+    done = complete(kind, method, "torch")
     bank = bank_of(done, tmp_path)
     model, expected = opened(bank, bank.open(2)), {}
     codec = model.backbone.codec
@@ -46,9 +48,8 @@ def test_each_request_has_the_weights_of_its_own_prompt(taught: Taught, tmp_path
             assert result == pytest.approx({name: item for name, item in expected[text].items() if item}, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_each_text_is_read_with_the_template_of_its_task(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tasks with instructions of their own: named, guessed from the bare text, or not put around it at all.
 
@@ -56,7 +57,7 @@ def test_each_text_is_read_with_the_template_of_its_task(
     """
     tasks = [{**task, "definition": words} for task, words in zip(lab.tasks, ("red red", "cat cat"), strict=True)]
     config = lab.config(
-        kind,
+        "llama",
         {"name": "sapt", "arm": {"fraction": 1.0}},
         stream={"tasks": tasks, "prompt": "long"},
         train={"epochs": 6, "learning_rate": 0.03},

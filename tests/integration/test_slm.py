@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 from axes import sampled
 from http_client import listening
+from left_runs import run_and_leave
 from phases import begin_phase
-from tiny import KINDS, Complete, Done, Lab, Stop, evaluated_by, exported, matrix, opened, run, tokenizer, trace
+from tiny import KINDS, Complete, Done, Lab, evaluated_by, exported, matrix, opened, run, tokenizer, trace
 
 from raycl.adapters import AdapterStack
 from raycl.backbone.roles import linear_names
@@ -56,8 +60,9 @@ def states(method: Slm, batch: Batch) -> torch.Tensor:
     return backbone(batch).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("value", ["jare", "adapter", "prefix"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "value"), sampled([(kind, value) for kind in KINDS for value in ("jare", "adapter", "prefix")])
+)
 def test_new_slots_add_nothing(lab: Lab, kind: str, value: str) -> None:
     """B = 0, and the values of prefixes, so the output is the pretrained model's, bit for bit."""
     method, batch = started(lab, kind, value=value)
@@ -118,13 +123,31 @@ def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path
     assert {RouterSummary.of(storage.read_json("results.json")).used for storage in (task_given, separate)} == {"task"}
 
 
+RELEASED: dict[str, dict[str, Any]] = {"all": {"train_scope": "all"}, "label_count": {"head_rule": "label_count"}}
+LEFT = (3, 6)
+
+
+@pytest.fixture(scope="module")
+def released(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Key of `RELEASED` -> a folder with `whole`, a run with that setting, and what it left at the steps of `LEFT`."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        config = lab.config("bert", {"name": "slm", **RELEASED[name]})
+        run_and_leave(config, Storage.at(folder / "whole"), {after: folder / str(after) for after in LEFT})
+        return folder
+
+    return made
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"router": "discriminant"},
         {"train_scope": "seen"},
-        {"train_scope": "all"},
-        {"head_rule": "label_count"},
+        "all",
+        "label_count",
         {"value_layout": "per_group"},
         {"head_rule": "logit", "retrieval": {"rule": "group_mean"}},
         {"keys": {"update": "official", "start": "data"}, "retrieval": {"rule": "vote", "scope": "batch"}},
@@ -132,9 +155,14 @@ def test_with_the_task_id_only_the_tasks_slots_are_used(lab: Lab, tmp_path: Path
     ],
     ids=["discriminant", "seen", "all", "label_count", "per_group", "logit", "official", "target_modules"],
 )
-def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path, settings: dict[str, Any]) -> None:
-    storage = Storage.at(tmp_path)
-    run(lab.config("bert", {"name": "slm", **settings}), storage)
+def test_every_setting_learns_and_its_snapshot_is_whole(
+    lab: Lab, released: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any] | str
+) -> None:
+    if isinstance(settings, str):
+        storage, settings = Storage.at(released(settings) / "whole"), RELEASED[settings]
+    else:
+        storage = Storage.at(tmp_path)
+        run(lab.config("bert", {"name": "slm", **settings}), storage)
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None
@@ -151,16 +179,15 @@ def test_every_setting_learns_and_its_snapshot_is_whole(lab: Lab, tmp_path: Path
         assert [evaluated[task].value for task in ("colour", "animal")] == matrix(storage)[-1]
 
 
-@pytest.mark.parametrize("settings", [{"train_scope": "all"}, {"head_rule": "label_count"}], ids=["all", "label_count"])
-def test_runs_with_the_released_settings_resume(lab: Lab, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Left at once, and in each task."""
-    config = lab.config("bert", {"name": "slm", **settings})
-    whole = Storage.at(tmp_path / "whole")
-    run(config, whole)
-    for after in (1, 3, 6):
-        parts = Storage.at(tmp_path / f"after{after}")
-        with pytest.raises(Stop):
-            run(config, parts, after)
+@pytest.mark.parametrize("name", RELEASED)
+def test_runs_with_the_released_settings_resume(
+    lab: Lab, released: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """Left in each task."""
+    config, folder = lab.config("bert", {"name": "slm", **RELEASED[name]}), released(name)
+    whole = Storage.at(folder / "whole")
+    for after in LEFT:
+        parts = Storage.at(shutil.copytree(folder / str(after), tmp_path / str(after)))
         run(config, parts)
         assert trace(parts) == trace(whole) and exported(parts) == exported(whole) and matrix(parts) == matrix(whole)
 
@@ -181,11 +208,9 @@ def test_slots_of_future_tasks_take_weight_and_add_nothing(lab: Lab, tmp_path: P
     assert shares["seen"] == pytest.approx(1.0) and shares["all"] < 0.99
 
 
-def test_one_head_for_each_number_of_labels(lab: Lab, tmp_path: Path) -> None:
+def test_one_head_for_each_number_of_labels(lab: Lab, released: Callable[[str], Path]) -> None:
     """As released, the first task with so many labels trains a head, frozen for later ones; all slots share it."""
-    storage = Storage.at(tmp_path)
-    run(lab.config("bert", {"name": "slm", "head_rule": "label_count"}), storage)
-    bank = Bank(storage.sub("bank"))
+    bank = Bank.at(released("label_count") / "whole/bank")
     newest = bank.newest()
     assert newest is not None
     rows = {entry.name: bank.fetch(entry, newest.layouts[entry.layout]) for entry in newest.adapters}
@@ -232,10 +257,8 @@ def test_stored_dev_texts_detect_out_of_distribution_texts(lab: Lab, tmp_path: P
     """The snapshot has the texts and the phase's summary the scores, also after a crash in the second task."""
     config = lab.config("bert", {"name": "slm"}, stream={"dev_fraction": 0.25})
     whole, stopped = Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "stopped")
-    run(config, whole)
-    steps = len(trace(whole)) - 1
-    with pytest.raises(Stop):
-        run(config, stopped, after=steps)
+    run_and_leave(config, whole, {(steps := 5): tmp_path / "stopped"})
+    assert steps == len(trace(whole)) - 1
     run(config, stopped)
     routers = []
     for storage in (whole, stopped):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import Lab, Stop, exported, run, trace
+from left_runs import run_and_leave
+from tiny import Lab, exported, run, trace
 
 from raycl.adapters.head import MixedHead
 from raycl.config import validate
@@ -43,8 +45,26 @@ def slots(lab: Lab) -> dict[str, Any]:
     return lab.slots(a_init_std=0.1)
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-@pytest.mark.parametrize("name", ["slm", "sapt", "soft"])
+LEFT = (11, 14)
+"""Steps of a run with trials that are done inside the second trial, and after the phase's first checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def tried(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[RunConfig, Path]]:
+    """Name of a method -> the config of a run with trials, and a folder with `whole`, the run, and what it left at the
+    steps of `LEFT`."""
+
+    @functools.cache
+    def made(name: str) -> tuple[RunConfig, Path]:
+        config = three(lab, "llama", {**TRIED, **(slots(lab) if name == "slm" else {"name": "sapt"})})
+        folder = tmp_path_factory.mktemp(name)
+        run_and_leave(config, Storage.at(folder / "whole"), {step: folder / str(step) for step in LEFT})
+        return config, folder
+
+    return made
+
+
+@pytest.mark.parametrize(("kind", "name"), [("bert", "slm"), ("bert", "soft"), ("llama", "sapt")])
 def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_path: Path, kind: str, name: str) -> None:
     """Label rows of equal name come along; the known adapter stays; results and report say so."""
     method = {
@@ -97,9 +117,15 @@ def test_a_task_begins_with_the_adapter_of_the_most_similar_one(lab: Lab, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_a_task_begins_with_known_values_that_have_the_lower_loss(lab: Lab, tmp_path: Path, kind: str) -> None:
-    run(three(lab, kind, {"name": "sapt", **TRIED}), Storage.at(tmp_path))
-    results = Storage.at(tmp_path).read_json("results.json")
+def test_a_task_begins_with_known_values_that_have_the_lower_loss(
+    lab: Lab, tried: Callable[[str], tuple[RunConfig, Path]], tmp_path: Path, kind: str
+) -> None:
+    if kind == "llama":
+        storage = Storage.at(tried("sapt")[1] / "whole")
+    else:
+        storage = Storage.at(tmp_path)
+        run(three(lab, kind, {"name": "sapt", **TRIED}), storage)
+    results = storage.read_json("results.json")
     last = results["phase_summaries"][-1]
     assert last["nearest"]["again"]["near_loss"] < last["nearest"]["again"]["drawn_loss"]
     assert last["starts"] == {"again": "colour"}
@@ -115,7 +141,7 @@ def test_a_task_begins_anew_where_that_has_the_lower_loss(lab: Lab, tmp_path: Pa
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         other = {"red": "blue", "blue": "red"}
         file.write_text("\n".join(json.dumps({**row, "label": other[row["label"]]}) for row in rows) + "\n")
-    tasks = [*lab.tasks, {"name": "again", "path": str(folder)}]
+    tasks = [lab.tasks[0], {"name": "again", "path": str(folder)}]
     method = slots(lab) if name == "slm" else {"name": "sapt"}
     tree = {"stream": {"tasks": tasks}, "train": {"epochs": 3}}
     near, anew = (Storage.at(tmp_path / kind) for kind in ("near", "anew"))
@@ -184,15 +210,14 @@ def test_slots_begin_with_the_slot_of_the_nearest_key(lab: Lab, tmp_path: Path) 
     assert router.nearest_slots("animal", "colour") == [f"colour.{slot}" for slot in nearest]
 
 
-@pytest.mark.parametrize("after", [11, 14])
+@pytest.mark.parametrize("after", LEFT)
 @pytest.mark.parametrize("name", ["slm", "sapt"])
-def test_a_run_continues_as_if_it_had_not_stopped(lab: Lab, tmp_path: Path, name: str, after: int) -> None:
-    """It stops in the second trial, or after the phase's first checkpoint."""
-    config = three(lab, "llama", {**TRIED, **(slots(lab) if name == "slm" else {"name": "sapt"})})
-    whole, broken = (Storage.at(tmp_path / folder) for folder in ("whole", "broken"))
-    run(config, whole)
-    with pytest.raises(Stop):
-        run(config, broken, after=after)
+def test_a_run_continues_as_if_it_had_not_stopped(
+    tried: Callable[[str], tuple[RunConfig, Path]], tmp_path: Path, name: str, after: int
+) -> None:
+    """It was killed in the second trial, or after the phase's first checkpoint."""
+    config, folder = tried(name)
+    whole, broken = Storage.at(folder / "whole"), Storage.at(shutil.copytree(folder / str(after), tmp_path / "broken"))
     run(config, broken)
     assert trace(broken)[-1] == trace(whole)[-1] and exported(broken) == exported(whole)
     last, expected = (storage.read_json("results.json")["phase_summaries"][-1] for storage in (broken, whole))

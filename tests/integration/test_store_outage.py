@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from store import Store
-from tiny import Complete, exported, matrix, run, trace, work
+from tiny import Done, Lab, exported, matrix, run, trace, work
 
 from raycl.bank import Bank
 from raycl.errors import AlreadyExistsError, StorageError, UnreachableError
@@ -33,6 +33,14 @@ def store(s3_uri: Callable[[str], str]) -> Iterator[Store]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pause is short."""
     monkeypatch.setattr(remote, "PAUSE_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def done(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Return a run of one task whose store was never away."""
+    config = lab.config("bert", "lora", stream={"tasks": lab.tasks[:1]})
+    storage = Storage.at(tmp_path_factory.mktemp("done"))
+    return Done(config, storage, run(config, storage).context)
 
 
 @pytest.mark.usefixtures("soon")
@@ -106,17 +114,16 @@ def test_retries_end_with_one_error(store: Store, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_path: Path) -> None:
-    """It is away at the first checkpoint, and again while the second task is published."""
-    done = complete("bert", "lora", "torch")
+def test_a_run_continues_after_an_outage(done: Done, store: Store) -> None:
+    """It is away at the first checkpoint, and again while the task is published."""
     storage = store.folder("run", 60)
     stopped: list[int] = []
 
     class Outage:
-        """A tracker that stops the store after steps 1 and 8."""
+        """A tracker that stops the store after steps 1 and 4."""
 
         def log(self, axis: str, at: int, metrics: dict[str, float]) -> None:
-            if at in (1, 8) and "train/loss" in metrics:
+            if at in (1, 4) and "train/loss" in metrics:
                 stopped.append(at)
                 store.stop()
                 threading.Timer(0.5, store.start).start()
@@ -128,7 +135,7 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
             """Nothing happens at a picture."""
 
     run(done.config, storage, sink=Outage())
-    assert stopped == [1, 8]
+    assert stopped == [1, 4] and len(trace(storage)) == 4
     assert (trace(storage), matrix(storage), exported(storage)) == (
         trace(done.storage),
         matrix(done.storage),
@@ -137,7 +144,7 @@ def test_a_run_continues_after_an_outage(complete: Complete, store: Store, tmp_p
     assert verify(Bank(storage.sub("bank"))).problems == []
 
 
-def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_gives_up_can_be_resumed(done: Done, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Storage.at
     once = store.folder("", 0).filesystem
 
@@ -146,7 +153,6 @@ def test_a_run_that_gives_up_can_be_resumed(complete: Complete, store: Store, mo
         return storage if storage.is_local else replace(storage, filesystem=once)
 
     monkeypatch.setattr(Storage, "at", at)
-    done = complete("bert", "lora", "torch")
     settings = {"dir": store.uri(""), "name": "given-up", "retry_s": 0.5}
     config = done.config.model_copy(update={"output": done.config.output.model_copy(update=settings)})
     prepared = prepared_run.prepare(config)

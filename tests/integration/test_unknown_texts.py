@@ -25,8 +25,10 @@ RATE = 0.3
 """Each task has four dev rows."""
 
 
-def learned(lab: Lab, folder: Path, kind: str = "llama", method: Any = None, **evaluation: Any) -> Done:
-    settings = {"epochs": 6, "learning_rate": 0.03}
+def learned(
+    lab: Lab, folder: Path, kind: str = "llama", method: Any = None, epochs: int = 6, **evaluation: Any
+) -> Done:
+    settings = {"epochs": epochs, "learning_rate": 0.03}
     method = method or lab.slots()
     config = lab.config(kind, method, stream={"dev_fraction": 0.3}, train=settings, eval=evaluation)
     storage = Storage.at(folder)
@@ -53,7 +55,7 @@ def test_an_endpoint_answers_unknown_texts_by_its_rule(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("raycl"), "propagate", True)
-    done = learned(lab, tmp_path / "run")
+    done = learned(lab, tmp_path / "run", epochs=3)
     with listening(bank_of(done, tmp_path / "nearest"), false_alarms=RATE) as wire:
         known, unknown = (wire.post(CHAT, asking(text)).json() for text in (KNOWN, UNKNOWN))
         assert known["raycl"]["unknown"] is False and known["raycl"]["tasks"]
@@ -79,7 +81,7 @@ def test_an_endpoint_answers_unknown_texts_by_its_rule(
 @pytest.mark.parametrize(("policy", "decoding"), [("bare", "auto"), ("refuse", "auto"), ("refuse", "generate")])
 def test_the_served_model_is_the_measured_one(lab: Lab, tmp_path: Path, policy: str, decoding: str) -> None:
     """Its run records the rule: the matrix, `raycl evaluate` and an endpoint follow it."""
-    done = learned(lab, tmp_path / "run", unknown=policy, false_alarms=RATE, decoding=decoding)
+    done = learned(lab, tmp_path / "run", epochs=3, unknown=policy, false_alarms=RATE, decoding=decoding)
     bank, task = bank_of(done, tmp_path), done.context.stream.tasks[1]
     cells = matrix(done.storage)[-1]
     assert [score.value for score in evaluate(bank, bank.open(2)).values()] == pytest.approx(cells)
@@ -104,7 +106,7 @@ def test_the_served_model_is_the_measured_one(lab: Lab, tmp_path: Path, policy: 
 
 
 def test_labels_of_unknown_texts_are_refused_and_have_no_bare_model(lab: Lab, tmp_path: Path) -> None:
-    done = learned(lab, tmp_path / "run", "bert")
+    done = learned(lab, tmp_path / "run", "bert", epochs=1)
     with listening(bank_of(done, tmp_path / "refuse"), unknown="refuse", false_alarms=RATE) as wire:
         assert problem(wire.post(CLASSIFY, {"input": UNKNOWN}))[0] == 422
         assert wire.post(CLASSIFY, {"input": KNOWN}).status_code == 200
@@ -144,7 +146,7 @@ def test_a_run_that_cannot_find_unknown_texts_is_refused(
 
 @pytest.mark.parametrize("method", ["sapt", "gainlora", "mocl", "l2p", "moelora", "epi"])
 def test_every_router_that_reads_prompts_knows_texts(lab: Lab, tmp_path: Path, method: str) -> None:
-    done = learned(lab, tmp_path / "run", method=method, false_alarms=RATE, unknown="bare")
+    done = learned(lab, tmp_path / "run", method=method, epochs=1, false_alarms=RATE, unknown="bare")
     bank = bank_of(done, tmp_path)
     cells = matrix(done.storage)[-1]
     assert [score.value for score in evaluate(bank, bank.open(2)).values()] == pytest.approx(cells)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,23 @@ def results(storage: Storage) -> Tree:
     return dict(storage.read_json("results.json"))
 
 
+Evaluated = Callable[[str, str], tuple[Storage, list[bool]]]
+
+
+@pytest.fixture(scope="module")
+def evaluated(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
+    """(backbone kind, method) -> a run with an unseen task, and whether each phase's record had it; for reading
+    only."""
+
+    @functools.cache
+    def made(kind: str, method: str) -> tuple[Storage, list[bool]]:
+        storage, phases = Storage.at(tmp_path_factory.mktemp("evaluated")), list[bool]()
+        run(asked(lab, kind, method), storage, on_phase=lambda record: phases.append("unseen" in record))
+        return storage, phases
+
+    return made
+
+
 CASES = sampled(
     [*((kind, method) for kind in KINDS for method in ("lora", "sapt", "slm")), ("t5", "olora"), ("bert", "joint")]
 )
@@ -44,12 +63,10 @@ CASES = sampled(
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_unseen_tasks_are_evaluated_at_the_end_and_change_nothing_else(
-    lab: Lab, complete: Complete, tmp_path: Path, kind: str, method: str
+    complete: Complete, evaluated: Evaluated, kind: str, method: str
 ) -> None:
     """Trained weights, matrix, metrics and what is published are those of the run without them."""
-    plain, result = complete(kind, method, "torch").storage, Storage.at(tmp_path)
-    phases: list[bool] = []
-    run(asked(lab, kind, method), result, on_phase=lambda record: phases.append("unseen" in record))
+    plain, (result, phases) = complete(kind, method, "torch").storage, evaluated(kind, method)
     assert phases == ([True] if method == "joint" else [False, True]), "after the last task only"
     assert trace(result) == trace(plain) and matrix(result) == matrix(plain) and exported(result) == exported(plain)
     told, before = results(result), results(plain)
@@ -97,10 +114,9 @@ def test_unseen_tasks_of_a_pretraining_run(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), [("t5", "sapt"), ("bert", "lora")])
 def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
-    lab: Lab, tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, evaluated: Evaluated, tmp_path: Path, kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, whole, killed = asked(lab, kind, method), Storage.at(tmp_path / "whole"), Storage.at(tmp_path / "killed")
-    run(config, whole)
+    config, (whole, _), killed = asked(lab, kind, method), evaluated(kind, method), Storage.at(tmp_path)
 
     def kill(*_: object) -> None:
         raise Stop("between the last task and these")
@@ -120,9 +136,8 @@ def test_a_run_killed_before_unseen_tasks_evaluates_them_on_resume(
     assert prepared_run.finish(prepared_run.reopen(killed.address))["unseen"] == results(whole)["unseen"]
 
 
-def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, tmp_path: Path) -> None:
-    whole, first = asked(lab, "t5"), asked(lab, "t5")
-    tree = configs.as_tree(first)
+def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, evaluated: Evaluated, tmp_path: Path) -> None:
+    tree = configs.as_tree(asked(lab, "t5"))
     tree["stream"]["tasks"] = tree["stream"]["tasks"][:1]
     first, folder = configs.validate(RunConfig, tree), Storage.at(tmp_path / "first")
     run(first, folder)
@@ -131,15 +146,11 @@ def test_extending_a_run_evaluates_unseen_tasks_again(lab: Lab, tmp_path: Path) 
     grown = prepared_run.extend(folder.address, [json.dumps(lab.tasks[1])])
     assert prepared_run.finish(grown)["unseen"] is None, "that was of the model before"
     work(grown)
-    run(whole, Storage.at(tmp_path / "whole"))
-    assert results(folder)["unseen"] == results(Storage.at(tmp_path / "whole"))["unseen"]
+    assert results(folder)["unseen"] == results(evaluated("t5", "lora")[0])["unseen"]
 
 
-def test_unseen_tasks_are_in_the_tables(lab: Lab, tmp_path: Path) -> None:
-    trees = []
-    for name, config in {"with": asked(lab, "t5"), "without": lab.config("t5", "inclora")}.items():
-        run(config, Storage.at(tmp_path / name))
-        trees.append(results(Storage.at(tmp_path / name)))
+def test_unseen_tasks_are_in_the_tables(complete: Complete, evaluated: Evaluated) -> None:
+    trees = [results(evaluated("t5", "lora")[0]), results(complete("t5", "inclora", "torch").storage)]
     mean = f"{trees[0]['unseen']['mean']:.1f}"
     (line,) = (line for line in str(matrix_table(trees[0])).splitlines() if "never trained" in line)
     assert line.split() == ["never", "trained", mean, mean] and "never trained" not in str(matrix_table(trees[1]))

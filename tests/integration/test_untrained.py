@@ -57,8 +57,7 @@ def bare(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Storag
 
 
 CASES = sampled(
-    [(kind, method) for kind in ("t5", "llama") for method in ("lora", "sapt", "slm", "olora", "joint")]
-    + [("t5", "l2p")]
+    [(kind, method) for kind in ("t5", "llama") for method in ("lora", "sapt", "slm", "joint")] + [("t5", "l2p")]
 )
 
 

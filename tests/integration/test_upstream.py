@@ -151,7 +151,9 @@ def in_front(bank: Bank, export: str, url: str, **changed: Any) -> Iterator[http
         config = settings(bank, export, url, port=result.getsockname()[1], **changed)
     listener = Listener(make_front_web(open_choice(config), config, Keys(AuthConfig())), config)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{config.port}", timeout=20, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{config.port}", timeout=20, trust_env=False, verify=False
+        ) as client:
             yield client
     finally:
         listener.close()
@@ -185,7 +187,7 @@ def test_each_text_goes_to_its_adapter(
     expected = [f"llama:{mixture.names[column]}" for column in mixture.weights.argmax(1).tolist()]
     assert {model.partition(".")[0] for model in expected} == {"llama:colour", "llama:animal"}
     with in_front(bank, export, f"{url}/v1", model_aliases={"gpt-4o": "auto"}) as client:
-        inner = httpx.Client(timeout=20, trust_env=False)
+        inner = httpx.Client(timeout=20, trust_env=False, verify=False)
         official = OpenAI(
             base_url=str(client.base_url.join("/v1")), api_key="a client's", max_retries=0, http_client=inner
         )
@@ -278,7 +280,7 @@ def test_whatever_the_engine_may_read_reaches_it_unchanged(
         assert passed({"messages": TOOL_TURNS, **beside}).headers[HEAD] == adapter
         body = {"messages": TOOL_TURNS, "model": "auto", "user": "recorded"}
         assert client.post("/v1/chat/completions", json=body).content == RECORDED[0]
-        inner = httpx.Client(timeout=20, trust_env=False)
+        inner = httpx.Client(timeout=20, trust_env=False, verify=False)
         official = OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", http_client=inner)
         (choice,) = official.chat.completions.create(**body).choices
         assert choice.message.tool_calls[0].function.arguments == '{"city": "Bern"}'

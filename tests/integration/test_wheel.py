@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,24 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 SOURCES = ("raycl", "sweeps", "jobs", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "CITATION.cff")
+BUILD = """
+import os, sys, tarfile
+from pathlib import Path
+from setuptools import build_meta
+folder = Path(sys.argv[1])
+archive = folder / build_meta.build_sdist(folder)
+tarfile.open(archive).extractall(folder, filter="data")
+os.chdir(folder / archive.name.removesuffix(".tar.gz"))
+build_meta.build_wheel(folder)
+"""
+"""As `pip wheel` builds the source archive, in one process."""
+COMMANDS = """
+import json, sys
+from raycl.cli.main import main
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
+    print("----")
+"""
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
@@ -31,30 +51,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(path, sources / path.name, symlinks=True)
         else:
             shutil.copy(path, sources)
-    build = "from setuptools import build_meta; build_meta.build_sdist('..')"
-    subprocess.run([sys.executable, "-c", build], cwd=sources, check=True, stdout=subprocess.DEVNULL)
-    (archive,) = folder.glob("raycl-*.tar.gz")
-    subprocess.run([*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, archive], check=True)
+    subprocess.run([sys.executable, "-c", BUILD, folder], cwd=sources, check=True, stdout=subprocess.DEVNULL)
     (built,) = folder.glob("raycl-*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def raycl(wheel: Path) -> Callable[..., str]:
-    """Return runs the command of an environment that has raycl's wheel, and the libraries of this one."""
+def installed(wheel: Path) -> Callable[..., str]:
+    """Return what runs a program of an environment that has raycl's wheel, and the libraries of this one."""
     folder = wheel.parent
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     subprocess.run(
-        [*PIP, "--python", python, "install", "--no-deps", "--ignore-installed", wheel], check=True, env=environment
+        [*PIP, "--python", python, "install", "--no-deps", "--no-compile", "--ignore-installed", wheel],
+        check=True,
+        env=environment,
     )
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def run(*words: str) -> str:
+    def run(program: str, *words: str) -> str:
         done = subprocess.run(
-            [folder / "venv/bin/raycl", *words],
+            [folder / "venv/bin" / program, *words],
             capture_output=True,
             text=True,
             check=False,
@@ -67,11 +86,17 @@ def raycl(wheel: Path) -> Callable[..., str]:
     return run
 
 
-def test_the_installed_command_reads_the_installed_configs(raycl: Callable[..., str]) -> None:
-    assert raycl("--help").startswith("usage: raycl ")
-    assert "max_source_tokens: 64" in raycl("train", "jobs/configs/demo.yaml", "--print-config")
-    extending = raycl("train", "jobs/configs/paper/sapt-lora-long-t5-xl.yaml", "--print-config")
-    skills = raycl("demo", "--write-skills", "skills")
+def test_the_installed_command_reads_the_installed_configs(installed: Callable[..., str]) -> None:
+    assert installed("raycl", "--help").startswith("usage: raycl ")
+    commands = [
+        ["train", "jobs/configs/demo.yaml", "--print-config"],
+        ["train", "jobs/configs/paper/sapt-lora-long-t5-xl.yaml", "--print-config"],
+        ["demo", "--write-skills", "skills"],
+    ]
+    plain, extending, skills, _ = re.split(
+        "^----\n", installed("python", "-I", "-c", COMMANDS, json.dumps(commands)), flags=re.M
+    )
+    assert "max_source_tokens: 64" in plain
     assert skills.startswith("wrote the rows of shop, teams, orders")
     assert "name: google/t5-v1_1-xl" in extending and "r: 8" in extending and "width: 100" in extending
 

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 from chat_samples import TOKENIZERS
 from http_client import Wire, listening, problem
+from impatient import impatient
 from pydantic import BaseModel
 from tiny import Lab, run
 
 from raycl.bank import Bank
 from raycl.errors import BankError
+from raycl.generation import form_process
 from raycl.generation.grammars import Grammars
 from raycl.generation.requests import Sampling
 from raycl.storage import Storage
@@ -206,17 +208,25 @@ PATTERNS = [f".*a.{{{number}}}b.*" for number in range(1, 40)]
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "said", "seconds"),
     [
-        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"^({text})$"} for text in PATTERNS]}}, "of memory"),
-        ({"guided_grammar": "start: A\nA: " + " & ".join(f"/{text}/" for text in PATTERNS)}, "of memory"),
-        ({"guided_regex": "(a|b)?" * 30_000}, "has 180000 characters, expected at most 65536"),
-        ({"guided_json": {"type": "string", "pattern": "(a|b)?" * 30_000}}, "characters, expected at most 65536"),
+        (
+            {"guided_json": {"allOf": [{"type": "string", "pattern": f"^({text})$"} for text in PATTERNS]}},
+            f"more than {form_process.CPU_S:g} s of CPU time or 1024 MiB of memory",
+            form_process.CPU_S,
+        ),
+        (
+            {"guided_grammar": "start: A\nA: " + " & ".join(f"/{text}/" for text in PATTERNS)},
+            "more than 0.5 s of CPU time or 1024 MiB of memory",
+            0.5,  # the limit of the other one is the product's
+        ),
+        ({"guided_regex": "(a|b)?" * 30_000}, "has 180000 characters, expected at most 65536", 0.5),
+        ({"guided_json": {"type": "string", "pattern": "(a|b)?" * 30_000}}, "characters, expected at most 65536", 0.5),
     ],
     ids=["schema", "grammar", "long regex", "long schema"],
 )
 def test_a_form_that_takes_too_much_is_refused_while_others_are_answered(
-    wire: Wire, form: dict[str, Any], said: str
+    wire: Wire, form: dict[str, Any], said: str, seconds: float, tmp_path: Path
 ) -> None:
     waits: list[float] = []
     over = threading.Event()
@@ -227,7 +237,7 @@ def test_a_form_that_takes_too_much_is_refused_while_others_are_answered(
             wire.get("/healthz")
             waits.append(time.monotonic() - began)
 
-    with ThreadPoolExecutor(1) as pool:
+    with impatient(form_process, seconds, tmp_path), ThreadPoolExecutor(1) as pool:
         looking = pool.submit(look)
         try:
             body = {"messages": [{"role": "user", "content": "a city"}], "max_tokens": 2, **form}

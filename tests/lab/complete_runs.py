@@ -24,6 +24,8 @@ SERVER = pytest.StashKey[ForkServer]()
 COPIES = pytest.StashKey["Copies"]()
 LATER = ("deepspeed", "peft", "sklearn.manifold", "torch._dynamo")
 """Libraries that runs import when they need them: processes of the fork server find them imported."""
+SERVED = ("l2p", "mocl", "mocl-task-id", "moelora", "prompt", "lfpt5-real")
+"""Methods whose taught runs are only served: half the steps at twice the rate, and no checkpoints inside a task."""
 RAY = Path(__file__).resolve().parents[1] / "ray"
 
 
@@ -108,7 +110,10 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
                 "l2p": {"name": "l2p", "pull": 0.0},  # with it a tiny encoder soon gives all texts the same prompts
             }
             settings |= {**WRITERS, **{name: VARIANTS[name] for name in ("mocl-task-id", "lora-dora", "lora-copies")}}
-            config = lab.config(kind, settings.get(method, method), train={"epochs": 6, "learning_rate": 0.03})
+            sections: dict[str, Any] = {"train": {"epochs": 6, "learning_rate": 0.03}}
+            if method in SERVED:
+                sections = {"train": {"epochs": 3, "learning_rate": 0.06}, "checkpoint": {"every_steps": None}}
+            config = lab.config(kind, settings.get(method, method), **sections)
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
             done[kind, method] = Done(config, storage, run(config, storage).context)
         return done[kind, method]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+
+def files_at(addresses: Iterable[int]) -> list[str]:
+    """Return the file that this process has mapped at each address; "": none. The table of maps, which has thousands
+    of lines, is read once for all of them."""
+    mapped: list[tuple[int, int, str]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.count("/"):
+            mapping, *_, name = line.split(maxsplit=5)
+            first, last = (int(end, 16) for end in mapping.split("-"))
+            mapped.append((first, last, name))
+    return [next((name for first, last, name in mapped if first <= at < last), "") for at in addresses]
 
 
 def file_at(address: int) -> str:
     """Return the file that this process has mapped there; "": none."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        mapping, *_, name = line.split(maxsplit=5) if line.count("/") else (line.split()[0], "")
-        first, last = (int(end, 16) for end in mapping.split("-"))
-        if first <= address < last:
-            return str(name)
-    return ""
+    (result,) = files_at([address])
+    return result
 
 
 def copied_bytes(file: str) -> int:

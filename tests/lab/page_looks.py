@@ -17,7 +17,13 @@ LEAST_PX, LEAST_CONTRAST = 12.0, 4.5
 MEASURE = """root => {
   const channel = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const [brightness, stacks] = [new Map(), new Map()];
   const painted = layers => {
+    const key = layers.join(";");
+    if (!brightness.has(key)) brightness.set(key, paint(layers));
+    return brightness.get(key);
+  };
+  const paint = layers => {
     canvas.globalCompositeOperation = "copy";
     canvas.fillStyle = "#fff";
     canvas.fillRect(0, 0, 1, 1);
@@ -27,9 +33,11 @@ MEASURE = """root => {
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = element => {
-    const layers = [];
-    for (let one = element; one; one = one.parentElement) layers.unshift(getComputedStyle(one).backgroundColor);
-    return layers;
+    if (!element) return [];
+    if (!stacks.has(element)) {
+      stacks.set(element, [...behind(element.parentElement), getComputedStyle(element).backgroundColor]);
+    }
+    return stacks.get(element);
   };
   const found = [];
   const walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);

@@ -24,9 +24,7 @@ def write_recipes(folder: Path) -> Path:
 def installed_recipes(folder: Path) -> Path:
     """Build the package and install it into a folder, which is returned; nothing is fetched."""
     source, site = write_recipes(folder / "my-raycl"), folder / "site"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    given = ["--no-build-isolation", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "wheel", *given, "-w", str(folder / "wheels"), str(source)], check=True)
-    (wheel,) = (folder / "wheels").glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--target", str(site)]
+    given = ["--no-build-isolation", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*command, *given, str(source)], check=True)
     return site

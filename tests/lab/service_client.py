@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -183,14 +184,18 @@ class Asked:
     answer: str
 
 
-def examples(done: Done, bank: Bank, number: int | None = None) -> list[Asked]:
-    """Return every test example of every task, answered by `SnapshotModel.predict`."""
+FEW = 4
+"""The first rows of a task: both of its labels, and texts of all lengths that there are."""
+
+
+def examples(done: Done, bank: Bank, number: int | None = None, rows: int | None = None) -> list[Asked]:
+    """Return the first test examples of every task, or every one, answered by `SnapshotModel.predict`."""
     snapshot = bank.open(number or max(bank.snapshots()))
     model, collected = opened(bank, snapshot), []
     codec = model.backbone.codec
     for task in done.context.stream.tasks[: len(snapshot.tasks)]:
         table = done.context.stream.table(task, "test", codec)
-        for batch in eval_batches(Collate([table], codec.pad_id), 1):
+        for batch in islice(eval_batches(Collate([table], codec.pad_id), 1), rows):
             texts = table.texts(batch.rows.tolist())
             collected.append(Asked(task.name, texts[0], model.predict(batch, texts, [task.name], LIMIT)[0]))
     return collected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def loaded(folder: Path) -> Any:
+    """Return the model as it was saved; it is read once."""
+    return copy.deepcopy(_loaded(folder))
+
+
+@cache
+def _loaded(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 

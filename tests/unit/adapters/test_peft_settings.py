@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(llama: Path) -> Any:
+    """Return the model as it was saved; it is read once."""
+    return copy.deepcopy(_loaded(llama))
+
+
+@cache
+def _loaded(llama: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(llama).eval()
 
 

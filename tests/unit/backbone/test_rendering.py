@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from impatient import RENDERING_S, impatient
 
+from raycl.backbone.markup import render_process
 from raycl.backbone.markup.chat_templates import CHATML, TOKENS, check
 from raycl.backbone.markup.rendering import Renderer, renderer
 
 CHAT = (("user", "the sky is"),)
 TOO_LONG, TOO_LARGE, TOO_MUCH = (
-    "more than 1 s of CPU",
+    f"more than {RENDERING_S} s of CPU",
     "more than 512 MiB|MemoryError|OverflowError",
     "expected at most",
 )
 DOUBLED = "{% set x = namespace(y='ab') %}{% for i in range(60) %}{% set x.y = x.y ~ x.y %}{% endfor %}{{ x.y }}"
+POWER = "{% set n = messages | length + 8 %}{{ n ** (n ** n) }}"
+"""The one of constants is computed when a template is compiled, this one when it is rendered."""
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
     "filters": ("{{ range(99999) | map('center', 9999) | map('length') | sum }}" * 99, TOO_LONG),
     "a power of constants": ("{{ 9 ** (9 ** 9) }}", TOO_LONG),
-    "a power": ("{% set n = messages | length + 8 %}{{ n ** (n ** n) }}", TOO_LONG),
     "text times a number": ("{{ 'a' * 10 ** 10 }}", TOO_LARGE),
     "doubled text": (DOUBLED, f"{TOO_LONG}|{TOO_LARGE}"),
-    "a format": ("{{ '%10000000000d' % 1 }}", TOO_LARGE),
     "much text": ("{{ 'a' * 10 ** 6 }}", "it writes 1,000,000 characters, expected at most 262,184"),
     "much text in a loop": ("{% for a in range(99999) %}{{ 'abc' }}{% endfor %}", TOO_MUCH),
     "a division": ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
@@ -37,6 +40,13 @@ HOSTILE = {
     "no template": ("{% for a in %}", "Expected an expression"),
     "its own refusal": ("{{ raise_exception('no' * 10 ** 6) }}", "^no(no){149}$"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """It is ended sooner; `tests/integration/test_hostile_templates.py` waits for the second that the product gives."""
+    with impatient(render_process, RENDERING_S, tmp_path_factory.mktemp("program")):
+        yield
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -68,13 +78,15 @@ def test_the_answers_end_with_the_first_problem_and_long_conversations_are_no_pr
 
 
 def test_threads_get_their_own_answers() -> None:
-    def rendered(number: int) -> bool:
-        template = CHATML if number % 16 else HOSTILE["a power"][0]
+    def is_answered(number: int) -> bool:
+        template = POWER if number == 16 else CHATML
         (rendered,) = renderer().render(template, TOKENS, [([("user", str(number))], False)])
-        return rendered.ended if number % 16 == 0 else f"user\n{number}<" in rendered.text
+        if number == 16:
+            return rendered.ended and TOO_LONG in rendered.problem
+        return f"user\n{number}<" in rendered.text
 
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(rendered, range(1, 33)))
+        assert all(threads.map(is_answered, range(1, 33)))
 
 
 def test_the_process_knows_no_secret_and_ends_with_the_one_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:

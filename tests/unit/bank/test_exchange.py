@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
+def fresh(llama: Path) -> Any:
+    """Return the model as it was saved; it is read once."""
+    return copy.deepcopy(_loaded(llama))
+
+
+@cache
+def _loaded(llama: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(llama).eval()
+
+
 def peft_folder(llama: Path, folder: Path, seed: int = 0, **settings: Any) -> Tensor:
     """Return a LoRA made by PEFT with random values; returns its logits."""
     torch.manual_seed(seed)
-    base = AutoModelForCausalLM.from_pretrained(llama)
+    base = fresh(llama)
     model = get_peft_model(
         base, LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], **settings})
     )
@@ -80,14 +92,14 @@ def test_a_lora_made_elsewhere_comes_in_and_goes_out_with_equal_logits(
     bank, config = Bank.at(tmp_path / "bank"), BackboneConfig(name=str(llama))
     manifest = import_peft(bank, str(tmp_path / "theirs"), "guest", config, ["chat"])
     state = bank.fetch(manifest)
-    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    model = fresh(llama)
     stack = AdapterStack(model, list(state.linears))
     stack.copy_modules(list(state.copies))
     stack.load("guest", state)
     with stack.activate(Mixture.same({"guest": 1.0}, 2)):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
     export_peft(state, described(llama), str(tmp_path / "ours"))
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "ours"))
+    again = PeftModel.from_pretrained(fresh(llama), str(tmp_path / "ours"))
     torch.testing.assert_close(logits(again.eval()), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -181,7 +193,7 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
     bank, states = bank_of_two(llama, tmp_path)
     snapshot = bank.open(1)
     weights = {"one": 0.7, "two": -0.4}
-    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    model = fresh(llama)
     stack = AdapterStack(model, list(states["one"].linears))
     for name, state in states.items():
         stack.load(name, state)
@@ -189,7 +201,7 @@ def test_a_mixture_is_exactly_one_lora_and_exactly_one_merged_model(llama: Path,
         expected = logits(model)
     state = mixed(bank, snapshot, weights)
     export_peft(state, described(llama), str(tmp_path / "peft"))
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "peft"))
+    loaded = PeftModel.from_pretrained(fresh(llama), str(tmp_path / "peft"))
     torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
     export_merged(state, described(llama), BackboneConfig(name=str(llama)), str(tmp_path / "merged"))
     merged, facts = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
@@ -244,7 +256,7 @@ def test_a_non_linear_adapter_cannot_be_exported(
         combine({"one": 1.0, "two": 0.5}, {**states, "one": bent})
     assert combine({"one": 0.0, "two": 0.5}, {**states, "one": bent}).rank == 3
     with pytest.raises(AdapterError, match=f"the adapter {said}"):
-        fold(AutoModelForCausalLM.from_pretrained(llama), bent)
+        fold(fresh(llama), bent)
     snapshot = bank.open(1)
     on_main(
         bank,
@@ -269,13 +281,13 @@ def test_export_for_vllm(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     config = json.loads((tmp_path / "out" / "mixture" / "adapter_config.json").read_text())
     assert "rank_pattern" not in config and config["r"] == sum(state.rank for state in states.values())
     assert vllm.rank == next(rank for rank in RANKS if rank >= config["r"])
-    base = AutoModelForCausalLM.from_pretrained(llama).eval()
+    base = fresh(llama)
     stack = AdapterStack(base, list(states["one"].linears))
     for name, state in states.items():
         stack.load(name, state)
     with stack.activate(Mixture.same(weights, 2)):
         expected = logits(base)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "out" / "mixture"))
+    loaded = PeftModel.from_pretrained(fresh(llama), str(tmp_path / "out" / "mixture"))
     torch.testing.assert_close(logits(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
     assert vllm.models == {"mixture": "llama:mixture"}
     odd = AdapterState({"a": (torch.ones(2, 4), torch.ones(3, 2)), "b": (torch.ones(1, 4), torch.ones(3, 1))}, 2.0)

@@ -34,9 +34,9 @@ SOURCES = (
 LABELS = ("red cat", "red dog", "blue")
 
 
-def with_adapters(kind: str, folder: Path, prompts: str) -> tuple[Backbone, AdapterStack]:
+def with_adapters(kind: str, lab: Lab, prompts: str) -> tuple[Backbone, AdapterStack]:
     """Three random adapters, large enough to change answers; with prompts in front of texts (`prefix`), or behind."""
-    config = BackboneConfig(name=str(save_model(kind, folder)))
+    config = BackboneConfig(name=str(lab.model_folder(kind)))
     backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
     stack = AdapterStack(backbone.model, linear_names(backbone.model, ("attention",)), rows=None)
     draw = torch.Generator().manual_seed(1)
@@ -65,8 +65,8 @@ def with_adapters(kind: str, folder: Path, prompts: str) -> tuple[Backbone, Adap
         keep=[(kind, prompts, "unlike") for kind in ("llama", "t5") for prompts in ("", "prefix", "suffix")],
     ),
 )
-def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: str, tmp_path: Path) -> None:
-    backbone, stack = with_adapters(kind, tmp_path, prompts)
+def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: str, lab: Lab) -> None:
+    backbone, stack = with_adapters(kind, lab, prompts)
     codec = backbone.codec
     weights = torch.rand(len(SOURCES), 3, generator=torch.Generator().manual_seed(2))
     weights[:, 1] *= torch.arange(len(SOURCES)) % 2  # not every row has every adapter
@@ -107,9 +107,9 @@ def test_answers_are_those_of_each_row_alone(kind: str, prompts: str, mixtures: 
     assert decoder.steps < longest and decoder.tokens > decoder.steps
 
 
-def test_drawn_answers_depend_on_their_seed_and_not_on_their_batch(tmp_path: Path) -> None:
+def test_drawn_answers_depend_on_their_seed_and_not_on_their_batch(lab: Lab) -> None:
     """The first tokens are drawn as often as the model says; other rows of the batch change nothing."""
-    backbone, stack = with_adapters("llama", tmp_path, "")
+    backbone, stack = with_adapters("llama", lab, "")
     (source,) = backbone.codec.encode_source(SOURCES[:1])
     count = 400
 
@@ -131,13 +131,18 @@ def test_drawn_answers_depend_on_their_seed_and_not_on_their_batch(tmp_path: Pat
     torch.testing.assert_close(shares, chances, atol=4 * (0.25 / count) ** 0.5, rtol=0)
 
 
-@pytest.mark.parametrize("part", [1, 3, 256])
-@pytest.mark.parametrize("prompts", ["", "prefix", "suffix"])
+@pytest.mark.parametrize(
+    ("prompts", "part"),
+    sampled(
+        [(prompts, part) for prompts in ("", "prefix", "suffix") for part in (1, 3, 256)],
+        keep=[("prefix", 1), ("prefix", 3), ("suffix", 3)],
+    ),
+)
 def test_log_probabilities_of_a_prompt_are_those_of_its_tokens_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str, part: int
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, prompts: str, part: int
 ) -> None:
     """Prompts are read in parts of any length; a suffix stands behind the text, and nothing before it depends on it."""
-    backbone, stack = with_adapters("llama", tmp_path, prompts)
+    backbone, stack = with_adapters("llama", lab, prompts)
     monkeypatch.setattr(dynamic_cache, "PART", part)
     ids = backbone.codec.encode_source([SOURCES[1]])[0]
     with stack.activate(Mixture(("a", "b"), torch.tensor([[0.4, -0.3]]))):
@@ -183,11 +188,11 @@ def test_each_end_token_of_the_model_ends_an_answer(kind: str, is_special: bool,
 
 
 def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models whose rows cannot join a running batch, or that have no text to generate, use it too."""
     for kind, expected in (("llama", True), ("t5", True), ("bert", False)):
-        config = BackboneConfig(name=str(save_model(kind, tmp_path / kind)))
+        config = BackboneConfig(name=str(lab.model_folder(kind)))
         backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0)
         assert answers_continuously(backbone) == expected
         if expected:
@@ -213,9 +218,9 @@ def test_evaluation_gives_the_same_cells_either_way(lab: Lab, kind: str, monkeyp
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, tmp_path: Path) -> None:
+def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, lab: Lab) -> None:
     """Otherwise it is computed once for each row."""
-    backbone, _ = with_adapters("llama", tmp_path, "")
+    backbone, _ = with_adapters("llama", lab, "")
     head, seen = backbone.model.get_output_embeddings(), []
     head.register_forward_hook(lambda module, states, logits: seen.append((states[0].shape, states[0].stride())))
     dynamic_cache.begin(backbone, backbone.codec.encode_source(SOURCES[:rows]))
@@ -224,9 +229,9 @@ def test_a_frozen_output_layer_reads_states_that_lie_together(rows: int, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, tmp_path: Path) -> None:
+def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, lab: Lab) -> None:
     """The block has the logits, keys and values that it has when it reads all positions."""
-    config = BackboneConfig(name=str(save_model(kind, tmp_path)))
+    config = BackboneConfig(name=str(lab.model_folder(kind)))
     backbone = load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
     seen: list[int] = []
     blocks = [module for path, module in backbone.model.named_modules() if path.endswith(".mlp")]
@@ -247,8 +252,8 @@ def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, tm
         torch.testing.assert_close(mine.layers, its.layers)
 
 
-def test_a_step_copies_no_keys_to_begin_with(tmp_path: Path) -> None:
-    backbone, _ = with_adapters("llama", tmp_path, "")
+def test_a_step_copies_no_keys_to_begin_with(lab: Lab) -> None:
+    backbone, _ = with_adapters("llama", lab, "")
     state = dynamic_cache.begin(backbone, backbone.codec.encode_source(SOURCES))
     given = [layer.keys for layer in dynamic_cache._cache(state.layers).layers]
     assert all(mine is its for mine, (its, _) in zip(given, state.layers, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_model, tokenizer
+from tiny import Lab, tokenizer
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -19,8 +19,8 @@ from raycl.generation.static_cache import StaticKVCache, captured, supports_stat
 TEXTS = ("red blue cat", "the sky is very much blue cold warm", "a dog", "fire runs sleeps")
 
 
-def loaded(kind: str, folder: Path) -> Backbone:
-    config = BackboneConfig(name=str(save_model(kind, folder)))
+def loaded(kind: str, lab: Lab) -> Backbone:
+    config = BackboneConfig(name=str(lab.model_folder(kind)))
     return load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
 
 
@@ -34,8 +34,8 @@ def alone(backbone: Backbone, source: list[int], steps: int) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
-def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_path: Path) -> None:
-    backbone = loaded(kind, tmp_path)
+def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, lab: Lab) -> None:
+    backbone = loaded(kind, lab)
     sources = backbone.codec.encode_source(list(TEXTS))
     expected = [alone(backbone, source, 10) for source in sources]
     result: list[list[torch.Tensor]] = [[] for _ in sources]
@@ -58,9 +58,9 @@ def test_sequences_joining_and_leaving_a_batch_change_no_other(kind: str, tmp_pa
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_static_cache_changes_no_answer(kind: str, attention: str, tmp_path: Path) -> None:
+def test_the_static_cache_changes_no_answer(kind: str, attention: str, lab: Lab) -> None:
     """Joined, left, taken by others and lengthened (8, 16, 32 columns); addresses stay but for that."""
-    backbone = loaded(kind, tmp_path)
+    backbone = loaded(kind, lab)
     backbone.model.set_attn_implementation(attention)
     assert supports_static_cache(backbone)
     sources = backbone.codec.encode_source(list(TEXTS))
@@ -84,9 +84,9 @@ def test_the_static_cache_changes_no_answer(kind: str, attention: str, tmp_path:
             torch.testing.assert_close(item, two, atol=1e-5, rtol=1e-4)
 
 
-def test_a_reused_slot_keeps_no_state(tmp_path: Path) -> None:
+def test_a_reused_slot_keeps_no_state(lab: Lab) -> None:
     """Even numbers that are not finite: they are nowhere, and 0 times them is not 0."""
-    backbone = loaded("llama", tmp_path)
+    backbone = loaded("llama", lab)
     sources = backbone.codec.encode_source([TEXTS[1], TEXTS[2]])
     slots = StaticKVCache(backbone, 1).joined(begin(backbone, sources[:1]))
     for layer in slots._layers:
@@ -98,9 +98,9 @@ def test_a_reused_slot_keeps_no_state(tmp_path: Path) -> None:
         slots = slots.step(slots.logits.argmax(-1))
 
 
-def test_models_without_graph_capture_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_without_graph_capture_are_decoded(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """Models are decoded without graph capture, as here, where there is no GPU to capture on."""
-    backbone = loaded("llama", tmp_path)
+    backbone = loaded("llama", lab)
     source = backbone.codec.encode_source([TEXTS[1]])
     slots = StaticKVCache(backbone, 2).joined(begin(backbone, source))
     slots._captures = True
@@ -134,8 +134,8 @@ def test_a_step_that_fails_before_capture_is_synchronised(monkeypatch: pytest.Mo
     assert waits == [("side", "main"), ("main", "side")]
 
 
-def test_too_little_memory_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = loaded("llama", tmp_path)
+def test_too_little_memory_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = loaded("llama", lab)
     source = backbone.codec.encode_source([TEXTS[1]])
     slots = StaticKVCache(backbone, 2, columns=len(source[0])).joined(begin(backbone, source))
     expected, made = alone(backbone, source[0], 3), []
@@ -181,13 +181,13 @@ def test_other_decoders_use_the_static_cache(model_type: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["t5", "bert"])
-def test_the_static_cache_is_for_decoders_only(kind: str, tmp_path: Path) -> None:
-    assert not supports_static_cache(loaded(kind, tmp_path))
+def test_the_static_cache_is_for_decoders_only(kind: str, lab: Lab) -> None:
+    assert not supports_static_cache(loaded(kind, lab))
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_the_answers_equal_transformers_generate(kind: str, tmp_path: Path) -> None:
-    backbone = loaded(kind, tmp_path)
+def test_the_answers_equal_transformers_generate(kind: str, lab: Lab) -> None:
+    backbone = loaded(kind, lab)
     source = backbone.codec.encode_source([TEXTS[1]])
     ids = torch.tensor(source)
     settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_model
+from tiny import Lab
 
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
 from raycl.generation.dynamic_cache import begin, step
@@ -19,8 +18,8 @@ OWNER, OTHER = object(), object()
 BARE = Scope(OWNER, (), ())
 
 
-def loaded(kind: str, folder: Path) -> Backbone:
-    config = BackboneConfig(name=str(save_model(kind, folder)))
+def loaded(kind: str, lab: Lab) -> Backbone:
+    config = BackboneConfig(name=str(lab.model_folder(kind)))
     return load_backbone(config, load_codec(config, 24, 8), torch.device("cpu"), 0).eval()
 
 
@@ -46,8 +45,8 @@ def read(cache: PrefixCache, backbone: Backbone, prompts: Sequence[ScopedPrompt]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_states_are_those_of_each_prompt_alone(kind: str, tmp_path: Path) -> None:
-    backbone, cache, draw = loaded(kind, tmp_path), PrefixCache(2**20), random.Random(0)
+def test_states_are_those_of_each_prompt_alone(kind: str, lab: Lab) -> None:
+    backbone, cache, draw = loaded(kind, lab), PrefixCache(2**20), random.Random(0)
     system, other = drawn(draw, 40), drawn(draw, 35)
     read(cache, backbone, [ScopedPrompt(BARE, [*system, *drawn(draw, 3)])])
     assert (cache.reused, len(cache)) == (0, 2)
@@ -67,15 +66,15 @@ def test_states_are_those_of_each_prompt_alone(kind: str, tmp_path: Path) -> Non
     read(cache, backbone, [ScopedPrompt(BARE, system[: 2 * BLOCK])])  # its last token must be read
 
 
-def test_a_new_beginning_of_several_prompts_is_read_once(tmp_path: Path) -> None:
-    backbone, cache, draw = loaded("llama", tmp_path), PrefixCache(2**20), random.Random(1)
+def test_a_new_beginning_of_several_prompts_is_read_once(lab: Lab) -> None:
+    backbone, cache, draw = loaded("llama", lab), PrefixCache(2**20), random.Random(1)
     system = drawn(draw, 40)
     read(cache, backbone, [ScopedPrompt(BARE, [*system, number]) for number in (5, 6, 7)])
     assert cache.reused == 2 * (2 * BLOCK)
 
 
-def test_only_equal_mixtures_of_one_snapshot_share_states(tmp_path: Path) -> None:
-    backbone, cache, draw = loaded("llama", tmp_path), PrefixCache(2**20), random.Random(2)
+def test_only_equal_mixtures_of_one_snapshot_share_states(lab: Lab) -> None:
+    backbone, cache, draw = loaded("llama", lab), PrefixCache(2**20), random.Random(2)
     system = drawn(draw, 40)
     scopes = [BARE, Scope(OWNER, ("a",), (1.0,)), Scope(OWNER, ("a",), (0.9999999,)), Scope(OTHER, ("a",), (1.0,))]
     for scope in scopes:
@@ -90,8 +89,8 @@ def test_only_equal_mixtures_of_one_snapshot_share_states(tmp_path: Path) -> Non
     assert cache.reused == 4 * (2 * BLOCK)
 
 
-def test_the_least_recently_used_blocks_are_dropped(tmp_path: Path) -> None:
-    backbone, draw = loaded("llama", tmp_path), random.Random(3)
+def test_the_least_recently_used_blocks_are_dropped(lab: Lab) -> None:
+    backbone, draw = loaded("llama", lab), random.Random(3)
     cache = PrefixCache(2**20)
     read(cache, backbone, [ScopedPrompt(BARE, drawn(draw, BLOCK + 1))])
     block = cache.bytes
@@ -112,8 +111,8 @@ def test_the_least_recently_used_blocks_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("llama", 0), ("t5", 2**20)])
-def test_nothing_is_kept_without_room_or_of_an_encoder(kind: str, size: int, tmp_path: Path) -> None:
-    backbone, cache, ids = loaded(kind, tmp_path), PrefixCache(size), [5, 6, 7, 8] * 10
+def test_nothing_is_kept_without_room_or_of_an_encoder(kind: str, size: int, lab: Lab) -> None:
+    backbone, cache, ids = loaded(kind, lab), PrefixCache(size), [5, 6, 7, 8] * 10
     for _ in range(2):
         ((numbers, state),) = cache.read(backbone, [ScopedPrompt(BARE, ids)], lambda numbers: nullcontext())
         assert torch.equal(state.logits, begin(backbone, [ids]).logits) and numbers == [0]

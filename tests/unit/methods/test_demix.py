@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from phases import begin_phase, end_phase
-from tiny import Lab, Taught, opened
+from tiny import Complete, Lab, opened
 from torch.nn.functional import cross_entropy
 
 from raycl.backbone.base import loss_count
@@ -137,8 +137,8 @@ def test_tasks_trained_alone_begin_anew(lab: Lab) -> None:
     assert not any(layer.lora_B.any() for layer in method.stack.layers.values())  # type: ignore[union-attr]
 
 
-def test_each_task_is_answered_by_its_own_adapter(taught: Taught) -> None:
-    done = taught("bert", "demix")
+def test_each_task_is_answered_by_its_own_adapter(complete: Complete) -> None:
+    done = complete("bert", "demix", "torch")
     bank = Bank(done.storage.sub("bank"))
     newest = bank.newest()
     assert newest is not None and newest.router.kind == "task"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from phases import begin_phase, end_phase
-from tiny import Lab, exported, matrix, run, trace
+from tiny import Complete, Lab, exported, matrix, run, trace
 
 from raycl.methods.lora.ella import Ella, alignment
 from raycl.storage import Storage
@@ -100,12 +100,12 @@ def test_an_update_shrinks_where_earlier_ones_are_large() -> None:
     assert abs(float(high[1, 1])) < 1e-3, "held where much was"
 
 
-def test_without_weight_it_is_inclora_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    traces = {}
-    for name, settings in {"inclora": {}, "free": {"weight": 0.0}, "ella": {"weight": 1e4}}.items():
-        storage = Storage.at(tmp_path / name)
-        method = {"name": "inclora" if name == "inclora" else "ella", **settings}
-        run(lab.config("bert", method), storage)
+def test_without_weight_it_is_inclora_bit_for_bit(lab: Lab, complete: Complete, tmp_path: Path) -> None:
+    stores, traces = {"inclora": complete("bert", "inclora", "torch").storage}, {}
+    for name, weight in {"free": 0.0, "ella": 1e4}.items():
+        stores[name] = Storage.at(tmp_path / name)
+        run(lab.config("bert", {"name": "ella", "weight": weight}), stores[name])
+    for name, storage in stores.items():
         traces[name] = trace(storage), matrix(storage), exported(storage)
     assert traces["free"] == traces["inclora"]
     steps = len(traces["ella"][0]) // 2

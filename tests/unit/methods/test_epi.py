@@ -10,7 +10,7 @@ import torch
 from axes import sampled
 from http_client import listening
 from phases import begin_phase, end_phase, routed
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, run
 
 from raycl.bank import Bank
@@ -125,7 +125,7 @@ def test_served_texts_get_the_adapter_and_the_answers_of_the_run(
     done = taught(kind, "epi")
     assert all(score is not None for score in matrix(done.storage)[-1])
     bank = bank_of(done, tmp_path)
-    asked = examples(done, bank)
+    asked = examples(done, bank, rows=FEW)
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():

@@ -60,8 +60,7 @@ def fisher(context: TrainingContext, names: list[str]) -> dict[str, Tensor]:
     return {name: total / len(table) for name, total in totals.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["lora", "finetune"])
+@pytest.mark.parametrize(("kind", "method"), [("bert", "lora"), *((kind, "finetune") for kind in KINDS)])
 def test_scores_are_fisher_information_summed_over_inputs(lab: Lab, kind: str, method: str) -> None:
     modifier, context, data = begun(lab, kind, method)
     scores = modifier._scores(data)
@@ -131,9 +130,9 @@ def test_what_it_cannot_mask_is_said(lab: Lab) -> None:
             check_engine(lab.config("bert", "lora", ENGINES[engine], modifiers=["fggm"]))
 
 
-@pytest.mark.parametrize(("kind", "method"), [("bert", "finetune"), ("llama", "lora")])
-def test_it_keeps_a_modifiers_contract(kind: str, method: str) -> None:
-    check_modifier(Fggm, {"threshold": 0.5}, methods=(method,), kinds=(kind,))
+def test_it_keeps_a_modifiers_contract() -> None:
+    """With adapters that are published; masks are kept by the names of weights, whatever these are of."""
+    check_modifier(Fggm, {"threshold": 0.5}, methods=("lora",), kinds=("bert",))
 
 
 def test_its_defaults_are_the_papers() -> None:

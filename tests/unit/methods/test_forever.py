@@ -10,7 +10,7 @@ import pytest
 import torch
 from phases import begin_phase, end_phase
 from pydantic import ValidationError
-from tiny import Lab, run, trace
+from tiny import Complete, Lab, run, trace
 
 from raycl.data.loader import Collate, eval_batches
 from raycl.methods.context import Step
@@ -108,15 +108,12 @@ def test_steps_of_a_replay_are_held_to_the_weights_before_the_task(lab: Lab) -> 
     assert penalty is not None and float(penalty) == pytest.approx(0.5 * moved, rel=1e-4)
 
 
-def test_without_a_replay_it_is_its_learner(lab: Lab, tmp_path: Path) -> None:
-    traces = {}
-    for name, method in {
-        "lora": {"name": "lora"},
-        "never": {"name": "forever", "warm_up": 1000},
-        "soon": {"name": "forever", "warm_up": 1, "share": 0.5},
-    }.items():
+def test_without_a_replay_it_is_its_learner(lab: Lab, complete: Complete, tmp_path: Path) -> None:
+    traces = {"lora": trace(complete("bert", "lora", "torch").storage)}
+    others: dict[str, dict[str, Any]] = {"never": {"warm_up": 1000}, "soon": {"warm_up": 1, "share": 0.5}}
+    for name, settings in others.items():
         storage = Storage.at(tmp_path / name)
-        run(lab.config("t5", method), storage)
+        run(lab.config("bert", {"name": "forever", **settings}), storage)
         traces[name] = trace(storage)
     steps = len(traces["lora"]) // 2
     assert traces["never"] == traces["lora"]

@@ -151,9 +151,11 @@ class Halfway:
         return (before + after) / 2
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero1"])
 def test_every_engine_constrains_what_the_optimizer_did(lab: Lab, engine: str) -> None:
-    """Two steps of Adam at a rate of 0.01, whose moments stay what they are: 0.01 a step, and half of that."""
+    """ZeRO 1 does as ZeRO 2.
+
+    Two steps of Adam at a rate of 0.01, whose moments stay what they are: 0.01 a step, and half of that."""
     collected = {}
     for constraint in (None, Halfway()):
         context, open_engine = build(lab.config("bert", "lora", ENGINES[engine]), WORLD)

@@ -169,9 +169,13 @@ def test_masked_weights_do_not_move_by_one_bit_and_the_first_task_keeps_its_scor
     assert scores[1][0] == scores[0][0]
 
 
-def test_examples_of_several_tasks_have_their_own_masks(taught: Taught) -> None:
-    done = taught("llama", "hat")
-    context, method = done.context, done.context.method
+def test_examples_of_several_tasks_have_their_own_masks(lab: Lab) -> None:
+    method, context = started(lab, "llama")
+    torch.manual_seed(3)
+    for index in range(2):
+        begun = begin_phase(context, index)
+        set_mask(method, (torch.rand(len(method.masks.embedding)) < 0.6).float())
+        end_phase(context, begun)
     context.backbone.eval()
     batch = batch_of(context, rows=3)
     weights = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])

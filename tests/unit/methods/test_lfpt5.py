@@ -9,7 +9,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase, end_phase
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import KINDS, WRITERS, Lab, Taught
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
@@ -302,7 +302,7 @@ def test_each_task_alone_has_no_pseudo_samples(lab: Lab) -> None:
 def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kind: str, decoding: str) -> None:
     done = taught(kind, "lfpt5-real")
     bank = bank_of(done, tmp_path)
-    asked = examples(done, bank)
+    asked = examples(done, bank, rows=FEW)
     with serving(bank, max_batch=5, decoding=decoding) as client:
         with client.paused():
             replies = [client.ask(item.text, sampling=Sampling(12)) for item in asked]

@@ -48,28 +48,23 @@ def test_the_contract_has_ten_hooks_and_wrappers_forward_them_all() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
+def test_a_task_resumed_keeps_its_values_and_state_gives_a_fresh_model_the_same_shape(lab: Lab, name: str) -> None:
     first, second = made(lab, name), made(lab, name)
     begin(first, 0)
-    second.method.load_state_dict(*first.method.state_dict())
+    state = first.method.state_dict()
+    with torch.no_grad():
+        for parameter in first.backbone.parameters():
+            parameter += 1
+    before = {name: p.detach().clone() for name, p in first.backbone.named_parameters()}
+    begin(first, 0, resumed=True)
+    assert all(torch.equal(p, before[name]) for name, p in first.backbone.named_parameters())
+    second.method.load_state_dict(*state)
     begin(second, 0, resumed=True)
     shapes = [
         {n: (p.shape, p.requires_grad) for n, p in context.backbone.named_parameters()} for context in (first, second)
     ]
     assert shapes[0] == shapes[1]
     assert trained_names(first.backbone) == trained_names(second.backbone)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_task_resumed_keeps_its_values(lab: Lab, name: str) -> None:
-    context = made(lab, name)
-    begin(context, 0)
-    with torch.no_grad():
-        for parameter in context.backbone.parameters():
-            parameter += 1
-    before = {name: p.detach().clone() for name, p in context.backbone.named_parameters()}
-    begin(context, 0, resumed=True)
-    assert all(torch.equal(p, before[name]) for name, p in context.backbone.named_parameters())
 
 
 def test_lora_trains_its_adapter_and_the_head_only(lab: Lab) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase, end_phase
-from service_client import bank_of, examples, serving
-from tiny import ENGINES, KINDS, Lab, Taught, evaluated_by, matrix, run, trace
+from service_client import FEW, bank_of, examples, serving
+from tiny import ENGINES, KINDS, Complete, Lab, Taught, evaluated_by, matrix, run, trace
 
 from raycl.data.loader import Collate, eval_batches
 from raycl.errors import BankError, ConfigError, RetrievalError
@@ -106,19 +106,19 @@ def test_router_and_every_expert_learn_on_every_task(lab: Lab, kind: str) -> Non
         assert learned is not None and [name for name in learned.adapters if name != "head"] == list(method.gate.names)
 
 
-@pytest.mark.parametrize(("experts", "same"), [(1, True), (2, False)])
-def test_one_expert_is_plain_lora(lab: Lab, tmp_path: Path, experts: int, same: bool) -> None:
-    collected = []
-    for method in ("lora", {"name": "moelora", "experts": experts}):
-        storage = Storage.at(tmp_path / str(len(collected)))
-        run(lab.config("bert", method), storage)
-        collected.append((trace(storage), matrix(storage)))
-    assert (collected[0] == collected[1]) == same
+def test_one_expert_is_plain_lora(lab: Lab, complete: Complete, tmp_path: Path) -> None:
+    plain = complete("bert", "lora", "torch").storage
+    for experts, same in ((1, True), (2, False)):
+        storage = Storage.at(tmp_path / str(experts))
+        run(lab.config("bert", {"name": "moelora", "experts": experts}), storage)
+        assert ((trace(storage), matrix(storage)) == (trace(plain), matrix(plain))) is same
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp"])
 def test_the_router_learns_under_engines_that_share_weights_out(lab: Lab, tmp_path: Path, engine: str) -> None:
-    done = run(lab.config("bert", {"name": "moelora", "experts": 3}, ENGINES[engine]), Storage.at(tmp_path)).context
+    sections = {"stream": {"tasks": lab.tasks[:1]}, "train": {"max_steps": 2}}
+    config = lab.config("bert", {"name": "moelora", "experts": 3}, ENGINES[engine], **sections)
+    done = run(config, Storage.at(tmp_path)).context
     assert isinstance(done.method, MoeLora)
     first = ExpertGate(done.method.gate.names, done.method.gate.dimensions, 0)
     assert done.method.gate.weight.shape == first.weight.shape
@@ -142,11 +142,12 @@ def test_served_texts_get_the_mixture_of_the_run_and_its_answers(
 ) -> None:
     """They get it while others are decoded too, whose adapters are no part of what the router reads."""
     done = taught(kind, "moelora")
-    asked, codec, expected = examples(done, bank_of(done, tmp_path)), done.context.backbone.codec, {}
+    asked, codec = examples(done, bank_of(done, tmp_path), rows=FEW), done.context.backbone.codec
+    router, expected = evaluated_by(done), {}
     for task in done.context.stream.tasks:
         table = done.context.stream.table(task, "test", codec)
         for batch in eval_batches(Collate([table], codec.pad_id), 1):
-            row = evaluated_by(done).mixture(batch)
+            row = router.mixture(batch)
             weights = dict(zip(row.names, row.weights[0].tolist(), strict=True))
             expected[table.texts(batch.rows.tolist())[0]] = weights
     sampling = None if kind == "bert" else Sampling(12)

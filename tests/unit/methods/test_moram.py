@@ -63,7 +63,7 @@ def test_another_threshold_trains_the_same_and_answers_otherwise(lab: Lab, tmp_p
     for threshold in (0.0, 1.0):
         storage = Storage.at(tmp_path / str(threshold))
         method = {"name": "moram", "threshold": threshold}
-        run(lab.config("llama", method, train={"learning_rate": 0.05, "epochs": 3}), storage)
+        run(lab.config("bert", method, train={"learning_rate": 0.05, "epochs": 3}), storage)
         done[threshold] = trace(storage), exported(storage), matrix(storage)
     assert done[0.0][0] == done[1.0][0]
     assert done[0.0][1] != done[1.0][1] or done[0.0][2] != done[1.0][2]

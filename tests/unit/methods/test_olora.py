@@ -10,7 +10,7 @@ import pytest
 import torch
 from phases import begin_phase, end_phase
 from safetensors.torch import load_file
-from tiny import ENGINES, KINDS, Lab, exported, matrix, opened, run, trace
+from tiny import ENGINES, KINDS, Complete, Lab, exported, matrix, opened, run, trace
 
 from raycl.adapters.state import combine
 from raycl.backbone import load_backbone, load_codec
@@ -75,11 +75,10 @@ def test_the_overlap_counts_entries() -> None:
     assert float(abssum(item.repeat(2, 1), item.repeat(2, 1))) == 4
 
 
-def test_without_penalty_olora_is_inclora_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
+def test_without_penalty_olora_is_inclora_bit_for_bit(lab: Lab, complete: Complete, tmp_path: Path) -> None:
     free = finished(lab, tmp_path / "olora", {"name": "olora", "lambda_1": 0, "lambda_2": 0})
-    plain = finished(lab, tmp_path / "inclora", "inclora")
+    plain, bound = (complete("bert", method, "torch").storage for method in ("inclora", "olora"))
     assert trace(free) == trace(plain) and matrix(free) == matrix(plain) and exported(free) == exported(plain)
-    bound = finished(lab, tmp_path / "bound", "olora")
     steps = len(trace(bound)) // 2
     assert trace(bound)[:steps] == trace(plain)[:steps], "nothing is there yet to be at right angles to"
     assert trace(bound)[steps + 1 :] != trace(plain)[steps + 1 :]
@@ -126,9 +125,9 @@ def test_the_penalty_turns_the_new_adapter_away(lab: Lab, tmp_path: Path) -> Non
 def test_the_penalty_counts_once_a_step(lab: Lab, tmp_path: Path) -> None:
     """Whatever the accumulation, and where the engine keeps parameters in parts."""
     settings = {"name": "olora", "lambda_2": 0.1}
-    plain = trace(finished(lab, tmp_path / "plain", settings))
+    plain = trace(finished(lab, tmp_path / "plain", settings, train={"max_steps": 2}))
     for engine, micro in (("torch", 2), ("zero2", 1), ("zero3", None)):
-        sections = {"engine": ENGINES[engine], "train": {"micro_batch_size": micro}}
+        sections = {"engine": ENGINES[engine], "train": {"micro_batch_size": micro, "max_steps": 2}}
         other = trace(finished(lab, tmp_path / engine, settings, **sections))
         for mine, step in zip(other, plain, strict=True):
             assert mine == pytest.approx(step, abs=1e-4, rel=1e-3), engine
@@ -156,8 +155,8 @@ def test_a_new_adapter_adds_nothing_and_a_zero_mixture_is_the_backbone(lab: Lab,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_earlier_adapters_never_change(lab: Lab, tmp_path: Path, kind: str) -> None:
-    bank = Bank(finished(lab, tmp_path, "olora", kind).sub("bank"))
+def test_earlier_adapters_never_change(complete: Complete, kind: str) -> None:
+    bank = Bank(complete(kind, "olora", "torch").storage.sub("bank"))
     first, second = bank.open(1), bank.open(2)
     assert [str(entry) for entry in first.adapters] == ["colour@1"]
     assert sorted(str(entry) for entry in second.adapters) == ["animal@1", "colour@1"]
@@ -189,8 +188,8 @@ def test_gradients_stop_at_earlier_adapters(lab: Lab, name: str) -> None:
     assert not torch.allclose(*lower, rtol=1e-3) and torch.equal(*upper)
 
 
-def test_the_first_task_is_plain_lora(lab: Lab, tmp_path: Path) -> None:
-    plain, result = (trace(finished(lab, tmp_path / name, name)) for name in ("lora", "inclora"))
+def test_the_first_task_is_plain_lora(complete: Complete) -> None:
+    plain, result = (trace(complete("bert", name, "torch").storage) for name in ("lora", "inclora"))
     steps = len(plain) // 2
     for mine, other in zip(result[:steps], plain[:steps], strict=True):
         assert mine == pytest.approx(other, abs=1e-5)
@@ -233,8 +232,8 @@ def test_the_parts_of_the_head_are_one_head_that_keeps_training(lab: Lab) -> Non
     torch.testing.assert_close(head.bias.grad, whole.bias.grad)
 
 
-def test_head_rows_in_training(lab: Lab, tmp_path: Path) -> None:
-    shared = slots(finished(lab, tmp_path / "shared", "inclora"))
+def test_head_rows_in_training(lab: Lab, complete: Complete, tmp_path: Path) -> None:
+    shared = slots(complete("bert", "inclora", "torch").storage)
     own = slots(finished(lab, tmp_path / "own", {"name": "inclora", "head": "own"}))
     assert [state.labels for state in shared.values()] == [("blue", "red"), ("blue", "red", "cat", "dog")]
     assert [state.labels for state in own.values()] == [("blue", "red"), ("cat", "dog")]
@@ -243,9 +242,9 @@ def test_head_rows_in_training(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_merged_model_answers_as_the_snapshot(lab: Lab, tmp_path: Path, kind: str) -> None:
+def test_a_merged_model_answers_as_the_snapshot(lab: Lab, complete: Complete, tmp_path: Path, kind: str) -> None:
     """`jobs/bank.py export` without names takes all adapters of the sum, heads included."""
-    bank = Bank(finished(lab, tmp_path / "run", "olora", kind, train={"learning_rate": 0.03}).sub("bank"))
+    bank = Bank(complete(kind, "olora", "torch").copy(tmp_path).sub("bank"))
     snapshot, folder = bank.newest(), tmp_path / "merged"
     assert snapshot is not None
     main = runpy.run_path(str(REPO / "jobs" / "bank.py"))["main"]

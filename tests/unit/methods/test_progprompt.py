@@ -9,7 +9,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase, end_phase, routed
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, matrix, opened, run
 from torch import Tensor
 
@@ -163,7 +163,7 @@ def test_the_router_by_hand() -> None:
 def test_snapshots_answer_as_the_run_did(lab: Lab, tmp_path: Path, kind: str, task_id: bool) -> None:
     """Trained at a rate at which prompts change answers, stopped by nothing, and read back from the bank."""
     storage = Storage.at(tmp_path)
-    config = lab.config(kind, {"name": "progprompt", "task_id": task_id}, train={"epochs": 4, "learning_rate": 0.3})
+    config = lab.config(kind, {"name": "progprompt", "task_id": task_id}, train={"epochs": 2, "learning_rate": 0.3})
     context = run(config, storage).context
     bank = Bank(storage.sub("bank"))
     newest = bank.newest()
@@ -206,7 +206,7 @@ def test_served_texts_need_their_task_and_get_the_answers_of_the_run(taught: Tau
         served = model.backbone.prefix(1, torch.device("cpu"))
     learned = [model.loaded.source(name).prompt for name in ("animal", "colour")]
     assert served is not None and torch.equal(served[0][0], torch.cat(learned))  # type: ignore[arg-type]
-    asked = examples(done, bank)
+    asked = examples(done, bank, rows=FEW)
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         with client.paused():  # all in one batch: texts of both tasks beside each other

@@ -166,4 +166,4 @@ def test_epochs_that_refine_nothing_are_warned_of(
 
 def test_a_run_that_refines_stops_and_resumes_and_is_served() -> None:
     settings = {"prompt_length": 3, "refine_after": 1, "criterion": "both", "overlap": 0.0, "gap": -9.0}
-    check_method(Saber, settings, kinds=("t5",), sections={"train": {"epochs": 2}})
+    check_method(Saber, settings, kinds=("t5",), sections={"train": {"epochs": 2, "batch_size": 7}})

@@ -176,7 +176,8 @@ def test_a_direction_that_is_there_already_is_dropped(
 @pytest.mark.parametrize("engine", ["torch", "zero3"])
 def test_magnitudes_learn_under_every_engine(lab: Lab, tmp_path: Path, engine: str) -> None:
     storage = Storage.at(tmp_path)
-    run(lab.config("bert", {"name": "sdlora", "drop_below": 9e-4}, ENGINES[engine]), storage)
+    method = {"name": "sdlora", "drop_below": 9e-4}
+    run(lab.config("bert", method, ENGINES[engine], train={"max_steps": 2}), storage)
     phase_summaries = storage.read_json("results.json")["phase_summaries"]
     first, second = (item["magnitudes"] for item in phase_summaries)
     assert set(first) == {"colour"} and set(second) == {"colour", "animal"}

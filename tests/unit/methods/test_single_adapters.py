@@ -9,7 +9,7 @@ import pytest
 import torch
 from axes import sampled
 from phases import begin_phase
-from service_client import bank_of, examples, serving
+from service_client import FEW, bank_of, examples, serving
 from tiny import KINDS, Lab, Taught, opened
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def test_a_bottleneck_by_hand(lab: Lab) -> None:
 def test_served_answers_are_those_of_the_run(taught: Taught, tmp_path: Path, kind: str, method: str) -> None:
     done = taught(kind, method)
     bank = bank_of(done, tmp_path)
-    asked = examples(done, bank)
+    asked = examples(done, bank, rows=FEW)
     sampling = None if kind == "bert" else Sampling(12)
     with serving(bank, max_batch=5) as client:
         replies = [client.ask(item.text, sampling=sampling) for item in asked]

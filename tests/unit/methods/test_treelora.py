@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from phases import begin_phase, end_phase
-from tiny import Lab, matrix, run, trace
+from tiny import Complete, Lab, matrix, run, trace
 
 from raycl.backbone import Output
 from raycl.methods.lora.treelora import Node, TreeLora
@@ -121,15 +121,12 @@ def test_the_penalty_draws_each_linear_to_the_chosen_task(lab: Lab, kind: str) -
     assert all(sum(choices) == steps for choices in method._choices), "one choice for each linear and step"
 
 
-def test_without_weight_it_is_a_lora_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    done = {}
-    for name, method in {
-        "lora": {"name": "lora"},
-        "free": {"name": "treelora", "weight": 0.0},
-        "drawn": {"name": "treelora", "weight": 2.0},
-    }.items():
-        storage = Storage.at(tmp_path / name)
-        run(lab.config("bert", method), storage)
+def test_without_weight_it_is_a_lora_bit_for_bit(lab: Lab, complete: Complete, tmp_path: Path) -> None:
+    stores, done = {"lora": complete("bert", "lora", "torch").storage}, {}
+    for name, weight in {"free": 0.0, "drawn": 2.0}.items():
+        stores[name] = Storage.at(tmp_path / name)
+        run(lab.config("bert", {"name": "treelora", "weight": weight}), stores[name])
+    for name, storage in stores.items():
         done[name] = trace(storage), matrix(storage)
     assert done["free"] == done["lora"]
     steps = len(done["drawn"][0]) // 2

@@ -37,9 +37,11 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def config(lab: Lab, kind: str, method: str, engine: str = "torch", **sections: Any) -> RunConfig:
+    """Two steps an epoch, and one checkpoint inside the task, in the third epoch."""
     stream = {"tasks": lab.tasks[:1], "dev_fraction": 0.3}
-    sections = {"eval": {"select": "best_dev"}, "train": {"epochs": 4}, "checkpoint": {"every_steps": 7}, **sections}
-    return lab.config(kind, method, ENGINES[engine], stream=stream, **sections)
+    sections = {"eval": {"select": "best_dev"}, "checkpoint": {"every_steps": 5}, **sections}
+    train = {"epochs": 4, "batch_size": 8, **sections.pop("train", {})}
+    return lab.config(kind, method, ENGINES[engine], stream=stream, train=train, **sections)
 
 
 def last(storage: Storage) -> Checkpoint:
@@ -48,7 +50,7 @@ def last(storage: Storage) -> Checkpoint:
 
 @pytest.mark.parametrize(
     ("kind", "method", "engine"),
-    [("bert", "finetune", "torch"), ("t5", "lora", "zero2"), ("llama", "sapt", "torch"), ("bert", "slm", "zero0")],
+    [("bert", "finetune", "torch"), ("t5", "lora", "zero2"), ("bert", "sapt", "torch"), ("bert", "slm", "zero0")],
 )
 def test_the_weights_are_those_of_the_best_epoch(
     lab: Lab, tmp_path: Path, scored: list[float], kind: str, method: str, engine: str
