@@ -40,7 +40,10 @@ QUIET = {
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # in tests/ray they are no children of the raylet
     "REPORTER_UPDATE_INTERVAL_MS": "60000",  # Ray's: every 5 s its agent reads what each process of the machine uses
     "METRICS_RECORD_INTERVAL_S": "60",  # of the dashboard itself; Ray's: 5
-    "LOG_NAME_UPDATE_INTERVAL_S": "2",  # Ray's: twice a second it looks for new files
+    "LOG_NAME_UPDATE_INTERVAL_S": "2",  # Ray's log monitor looks for new files twice a second,
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # and ten times a second where there are fewer than so many
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",  # Ray's: every 2 s its agent and the dashboard look for files of events,
+    "NODE_STATS_UPDATE_INTERVAL_SECONDS": "60",  # and every 15 s the dashboard asks what each node uses
 }
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """Token authentication as in real clusters, but without a token file in the home folder."""

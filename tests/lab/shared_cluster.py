@@ -63,6 +63,6 @@ class SharedCluster:
                 log_to_driver=False,
                 runtime_env={"env_vars": self._environment},
                 _temp_dir=self._folder,
-                _system_config={"metrics_report_interval_ms": 1000},  # Ray's: 10,000, for which tests would wait
+                _system_config={"metrics_report_interval_ms": 3000},  # Ray's: 10,000, for which tests would wait
             )
         self._address_info = dict(context.address_info)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from moto.server import MotoRequestHandler, ThreadedMotoServer
@@ -14,6 +15,26 @@ from werkzeug.serving import make_server
 from raycl.storage import Storage
 
 
+class Dispatcher(DomainDispatcherApplication):
+    """Finds the service of a host once: moto looks through the folders of all its services for every request."""
+
+    def __init__(self) -> None:
+        super().__init__(create_backend_app)
+        self._services: dict[str | None, Any] = {}
+
+    def get_backend_for_host(self, host: str | None) -> Any:
+        if host not in self._services:
+            self._services[host] = super().get_backend_for_host(host)
+        return self._services[host]
+
+
+class RequestHandler(MotoRequestHandler):
+    """Logs no requests: nobody reads these lines."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Do nothing."""
+
+
 class MotoServer(ThreadedMotoServer):
     """A server on a loopback port, 0: a free one, that ends at once: moto's own looks twice a second if it should."""
 
@@ -21,8 +42,7 @@ class MotoServer(ThreadedMotoServer):
         super().__init__("127.0.0.1", port, verbose=False)
 
     def _server_entry(self) -> None:
-        app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server(self._ip_address, self._port, app, True, request_handler=MotoRequestHandler)
+        self._server = make_server(self._ip_address, self._port, Dispatcher(), True, request_handler=RequestHandler)
         self._server_ready_event.set()
         self._server.serve_forever(poll_interval=0.02)
 

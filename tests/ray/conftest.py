@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from complete_runs import COPIES
+from shared_cluster import SharedCluster
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +36,18 @@ def copies(pytestconfig: pytest.Config, pause_package: Path) -> Iterator[None]:
         pytestconfig.stash[COPIES].set_in(patch)
         patch.setenv("PYTHONPATH", str(pause_package), prepend=os.pathsep)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_caches_left(shared_cluster: SharedCluster, copies: None) -> Iterator[None]:
+    """End the cache actors that endpoints leave, for later ones, on the cluster that modules share."""
+    yield
+    if shared_cluster.is_running:
+        import ray
+
+        from raycl.bank.object_store import NAMESPACE
+
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            if actor["namespace"] == NAMESPACE:
+                with suppress(ValueError):  # it has ended in this moment
+                    ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))

@@ -101,19 +101,6 @@ def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], object_store_ca
     assert object_store_cache.held()[0] == COUNT
 
 
-def test_the_cache_survives_a_killed_actor(
-    snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache
-) -> None:
-    _, opened = snapshot
-    held = object_store_cache.fetch(opened, ["a0", "a1"])
-    old = cache_actor_pid(object_store_cache)
-    os.kill(old, signal.SIGKILL)
-    again = object_store_cache.fetch(opened, ["a1", "a2"])
-    assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
-    assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
-    assert cache_actor_pid(object_store_cache) != old
-
-
 @ray.remote(num_cpus=0)
 class Owner:
     """Owns an object, and takes it along when it dies."""
@@ -123,11 +110,19 @@ class Owner:
         return [ray.put(torch.zeros(BYTES).numpy())]
 
 
-def test_lost_references_are_requested_again(
+def test_the_cache_survives_a_killed_actor_and_requests_lost_references_again(
     snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache
 ) -> None:
-    """The cache actor lives, its objects do not: the reader reports them and gets new references."""
+    """Afterwards the cache actor lives, its objects do not: the reader reports them and gets new references."""
     _, opened = snapshot
+    held = object_store_cache.fetch(opened, ["a0", "a1"])
+    old = cache_actor_pid(object_store_cache)
+    os.kill(old, signal.SIGKILL)
+    again = object_store_cache.fetch(opened, ["a1", "a2"])
+    assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
+    assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
+    assert cache_actor_pid(object_store_cache) != old
+
     facts = opened.adapter("a3").tensors
     actor, owner = ray.get_actor(object_store_cache.name, namespace=NAMESPACE), Owner.remote()  # type: ignore[attr-defined]
     dead = ray.get(owner.put.remote())
@@ -211,9 +206,15 @@ class TrainingWorker:
         return (psutil.Process().memory_full_info().uss - before) / 2**20, total
 
 
+@pytest.fixture(scope="module")
+def training_workers() -> list[Any]:
+    """Return two processes of the node, which restore one run after another."""
+    return [TrainingWorker.remote() for _ in range(2)]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("where", ["bank", "run"])
 def test_training_workers_share_one_copy_of_frozen_adapters(
-    snapshot: tuple[Bank, Snapshot], tmp_path: Path, where: str
+    snapshot: tuple[Bank, Snapshot], training_workers: list[Any], tmp_path: Path, where: str
 ) -> None:
     """Workers share the adapters of the bank, or of the run's own folder where it does not publish."""
     bank, _ = snapshot
@@ -226,9 +227,8 @@ def test_training_workers_share_one_copy_of_frozen_adapters(
         checkpoint.frozen_state = TensorGroups(objects.get(infos) if where == "bank" else dict(some))
         write_checkpoint(run, name, checkpoint, objects)
     assert bool(run.files("objects")) == (where == "run")
-    workers = [TrainingWorker.remote() for _ in range(2)]  # type: ignore[attr-defined]
     address = bank.storage.address if where == "bank" else str(tmp_path / "none")
-    for worker in workers:
+    for worker in training_workers:
         private, total = ray.get(worker.restore.remote(run.address, address))
         assert private < 0.2 * COUNT * BYTES / 2**20, f"{private:.1f} MiB were copied"
         assert total == sum(float(tensor.sum()) for tensor in frozen.values())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from raycl.training.assembly import build
 from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.distributed import DistributedContext
 
-CLIENTS, PORT, NAME = 8, 8917, "mine"
-PAUSE_S = 0.1
-"""Seconds between a client's requests: without them the clients take all processors while a task is learned."""
+CLIENTS, PORT, NAME = 4, 8917, "mine"
+PAUSE_S, LOOK_S = 0.1, 0.3
+"""Seconds between a client's requests, and between two looks at what is awaited: without them the clients take all
+processors while a task is learned."""
 TEXTS = ("fire is warm very", "the sea is cold", "it purrs a sleeps", "the barks runs much")
 
 
@@ -104,11 +106,11 @@ class Clients:
                 thread.join(timeout=60)
 
 
-def until(happened: Callable[[], bool], seconds: float = 60.0, pause: float = 0.1) -> None:
+def until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
     began = time.monotonic()
     while not happened():
         assert time.monotonic() - began < seconds, "it never happened"
-        time.sleep(pause)
+        time.sleep(LOOK_S)
 
 
 def active(client: httpx.Client) -> int:
@@ -177,12 +179,13 @@ def test_ingresses_answer_the_same_and_survive_a_killed_replica(lab: Lab, tmp_pa
         assert item["raycl"]["adapters"] == pytest.approx(two["raycl"]["adapters"], abs=1e-5)
     kill_one_of_two()
     until(lambda: serve.status().applications[NAME].deployments["endpoint"].status == "UNHEALTHY")
-    for _ in range(16):  # each on a connection of its own
-        stream = httpx.post(f"{client.base_url}{path}", json=bodies[0])
-        assert stream.json()["choices"][0]["message"] == together[0]["choices"][0]["message"], "the other one continues"
-    serve.delete(NAME)
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{client.base_url}/healthz")
+    with httpx.Client(base_url=client.base_url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as anew:
+        for _ in range(16):  # each on a connection of its own
+            stream = anew.post(path, json=bodies[0])
+            assert stream.json()["choices"][0]["message"] == together[0]["choices"][0]["message"], "the other continues"
+        serve.delete(NAME)
+        with pytest.raises(httpx.ConnectError):
+            anew.get("/healthz")
 
 
 def kill_one_of_two() -> None:
@@ -192,9 +195,9 @@ def kill_one_of_two() -> None:
     ray.kill(ray.get_actor(replicas[0]["name"], namespace=replicas[0]["namespace"]))
 
 
-def gauge(name: str) -> list[float]:
+def gauge(client: httpx.Client, name: str) -> list[float]:
     """Return a gauge of raycl as Ray's Prometheus endpoint on this machine has it."""
-    text = "".join(httpx.get(url).text for url in metrics_urls())
+    text = "".join(client.get(url).text for url in metrics_urls())
     return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"ray_raycl_{name}{{")]
 
 
@@ -220,6 +223,8 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
     blocker = Blocker.remote()
     ray.get(blocker.ready.remote())
 
+    measured = partial(gauge, client)
+
     def found() -> dict[str, Any]:
         return dict(client.get("/v1/snapshots").json())
 
@@ -227,12 +232,12 @@ def test_following_with_a_gate(lab: Lab, tmp_path: Path) -> None:
     assert client.get("/readyz").json()["metrics"] in metrics_urls()
     waits = "snapshot 2 waits for the gate, which needs 0.2 CPUs: the cluster has 0.05 of 2 CPUs free"
     until(lambda: waits in found()["problem"])
-    until(lambda: 1.0 in gauge("gate_problem") and max(gauge("gate_waiting_s"), default=0) > 0, pause=0.5)
-    until(lambda: 1.0 in gauge("follow_problem"), pause=0.5)
+    until(lambda: 1.0 in measured("gate_problem") and max(measured("gate_waiting_s"), default=0) > 0)
+    until(lambda: 1.0 in measured("follow_problem"))
     assert active(client) == 1
     ray.kill(blocker)
     until(lambda: active(client) == 2)
-    until(lambda: not found()["problem"] and {*gauge("gate_problem"), *gauge("gate_waiting_s")} == {0.0}, pause=0.5)
+    until(lambda: not found()["problem"] and {*measured("gate_problem"), *measured("gate_waiting_s")} == {0.0})
     good = bank.open(2)
     fields = (good.backbone, good.router, list(good.tasks), good.encoder)
     worse = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import psutil
 import pytest
 from filelock import FileLock
 from listener import free_port
+from ray.job_submission import JobSubmissionClient
 
 from raycl.launch.status import status_of
 
@@ -110,18 +112,20 @@ def until(ready: Callable[[], bool], seconds: float = 280) -> None:
         sleep(0.2)
 
 
-def submit(head: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Return the third line of README, with overrides."""
-    command = [RAY, "job", "submit", "--address", head, "--working-dir", "."]
-    command += ["--", "python", "jobs/train_stream.py", *overrides]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+def submitted(head: str, name: str, *overrides: str) -> JobSubmissionClient:
+    """Return the client that has submitted a run as README's third line does, without another process for it."""
+    client = JobSubmissionClient(head)
+    entrypoint = shlex.join(["python", "jobs/train_stream.py", *overrides])
+    client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env={"working_dir": str(REPO)})
+    return client
 
 
 def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
-    """A submitted run ends with results on two workers under DeepSpeed."""
-    small = ["stream.tasks=[topic,sentiment]", "stream.train_rows=16", "stream.test_rows=10", "train.epochs=1"]
-    small += ["launch.workers=2", "engine=deepspeed"]
-    done = submit(head, *small, f"output.dir={tmp_path}", "output.name=submitted")
+    """The third line of README, with overrides, ends with results on two workers under DeepSpeed."""
+    command = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--", "python", "jobs/train_stream.py"]
+    command += ["stream.tasks=[topic,sentiment]", "stream.train_rows=16", "stream.test_rows=10", "train.epochs=1"]
+    command += ["launch.workers=2", "engine=deepspeed", f"output.dir={tmp_path}", "output.name=submitted"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "after sentiment" in done.stdout and "AP" in done.stdout
     results = json.loads((tmp_path / "submitted" / "results.json").read_text())
@@ -130,25 +134,22 @@ def test_a_submitted_run_ends_with_results(head: str, tmp_path: Path) -> None:
 
 
 def test_a_submitted_run_that_fails_reports_the_error(head: str, tmp_path: Path) -> None:
-    failed = submit(head, "stream.tasks=[topic,weather]", f"output.dir={tmp_path}")
-    assert failed.returncode != 0
-    assert "weather" in failed.stdout + failed.stderr
+    client = submitted(head, "fails", "stream.tasks=[topic,weather]", f"output.dir={tmp_path}")
+    until(lambda: client.get_job_status("fails").is_terminal())
+    assert client.get_job_status("fails") == "FAILED" and client.get_job_info("fails").driver_exit_code == 1
+    assert "weather" in client.get_job_logs("fails")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_stopped_submitted_run_has_that_status(head: str, tmp_path: Path) -> None:
     """`ray job stop` gives a command three seconds, and no exit status comes back."""
-    job = [RAY, "job", "submit", "--address", head, "--working-dir", ".", "--no-wait", "--submission-id", "mine"]
     long = ["stream.train_rows=16", "stream.test_rows=10", "train.epochs=1000", "train.log_every_s=0.1"]
     item = ["launch.workers=1", "launch.cpus_per_worker=1", f"output.dir={tmp_path}", "output.name=mine"]
-    command = [*job, "--", "python", "jobs/train_stream.py", *item, *long]
-    submitted = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    client = submitted(head, "mine", *item, *long)
     folder = str(tmp_path / "mine")
     until(lambda: (tmp_path / "mine" / "config.yaml").exists() and "training" in str(status_of(folder)))
     assert status_of(folder).state == "running"
-    stop = [RAY, "job", "stop", "--address", head, "mine"]
-    subprocess.run(stop, capture_output=True, text=True, timeout=280, check=True)
+    client.stop_job("mine")
     until(lambda: status_of(folder).state not in ("running", "stopping"))
     stopped = status_of(folder)
     assert stopped.state == "stopped" and "by SIGTERM" in stopped.message and "exit status 75" in stopped.message
