@@ -14,7 +14,7 @@ from rich.table import Table
 from raycl.errors import RunError
 from raycl.metrics.run_results import find_results
 from raycl.operations.report.page.page_figures import scores_figure, verdicts_figure
-from raycl.operations.report.page.report_page import report_page
+from raycl.operations.report.page.report_page import page_of, report_page
 from raycl.operations.report.page.sections import MOST_CURVES, cost_section, sections_of
 from raycl.operations.report.plots import DARK, matrix_figure, svg_of
 from raycl.operations.report.run_comparison import compare
@@ -79,9 +79,10 @@ def test_a_picture_follows_the_colours_of_the_page(make_result: Make) -> None:
 
 def test_many_settings_are_all_in_tables(make_result: Make) -> None:
     results = [make_result(f"method{number}") for number in range(MOST_CURVES + 3)]
-    curves = next(section for section in sections_of(results) if section.title == "Accuracy over time")
+    sections = sections_of(results)
+    curves = next(section for section in sections if section.title == "Accuracy over time")
     assert curves.lead == [f"The {MOST_CURVES} settings with the highest AP."]
-    page = report_page(results, "many")
+    page = page_of(sections, "many")
     assert all(f"<td>method{number}</td>" in page for number in range(MOST_CURVES + 3))
     with pytest.raises(RunError, match="no method of these runs is named 'nothing'"):
         report_page(results, "many", "nothing")
