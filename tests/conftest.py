@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.logging import catching_logs
 from filelock import FileLock
 from hypothesis import settings
 from shared_cluster import SharedCluster
@@ -82,6 +83,35 @@ ALONE = ("test_devices", "test_world_size")
 
 pytest_plugins = ["complete_runs", "chromium"]
 """Modules of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
+
+
+class CatchingAtRoot(catching_logs[logging.Handler]):
+    """What catches the log of a test where it arrives: `fresh_log` lets raycl's arrive at the root.
+
+    Pytest looks six times in a test at each of a thousand loggers, and adds its handlers to the sixty of torch, Ray and
+    others that pass nothing on: that took longer than all else around a test, a millisecond.
+    """
+
+    def __enter__(self) -> logging.Handler:
+        root = logging.getLogger()
+        self._level_before = root.level
+        root.addHandler(self.handler)
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            root.setLevel(min(root.level, self.level))
+        return self.handler
+
+    def __exit__(self, *error: object) -> None:
+        root = logging.getLogger()
+        if self.level is not None:
+            root.setLevel(self._level_before)
+        root.removeHandler(self.handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("_pytest.logging.catching_logs", CatchingAtRoot)
+    config.add_cleanup(patch.undo)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,10 +7,11 @@ one module to findings; `test_architecture.py` applies them and gives each one c
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TypeVar
 
 LAYERS = (
     ("errors", "types", "progress"),
@@ -125,6 +126,9 @@ MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Or
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear", "discard"}
 
 
+Node = TypeVar("Node", bound=ast.AST)
+
+
 @dataclass(frozen=True)
 class Module:
     """One source file: its path in the repository, its text and its tree."""
@@ -136,8 +140,43 @@ class Module:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """The nodes of the whole tree."""
-        return list(ast.walk(self.tree))
+        """The nodes of the whole tree, in the order of `ast.walk`, without contexts, of which rules ask the node."""
+        result: list[ast.AST] = [self.tree]
+        for node in result:  # which grows
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    result += [item for item in value if isinstance(item, ast.AST)]
+                elif isinstance(value, ast.AST) and name != "ctx":
+                    result.append(value)
+        return result
+
+    @cached_property
+    def _by_kind(self) -> dict[type, list[ast.AST]]:
+        result: dict[type, list[ast.AST]] = {}
+        for node in self.nodes:
+            result.setdefault(type(node), []).append(node)
+        return result
+
+    def each(self, kind: type[Node]) -> list[Node]:
+        """Return the nodes of exactly this kind: of the whole tree, walked once for all rules."""
+        return [node for node in self._by_kind.get(kind, ()) if isinstance(node, kind)]
+
+    @cached_property
+    def _identifiers(self) -> dict[str, list[int]]:
+        result: dict[str, list[int]] = {}
+        for imported in self.each(ast.ImportFrom):
+            for alias in imported.names:
+                result.setdefault(alias.name, []).append(imported.lineno)
+        for name in self.each(ast.Name):
+            result.setdefault(name.id, []).append(name.lineno)
+        for attribute in self.each(ast.Attribute):
+            result.setdefault(attribute.attr, []).append(attribute.lineno)
+        return result
+
+    def uses(self, names: Collection[str]) -> Iterator[tuple[int, str]]:
+        """Yield the line and name wherever one of these is a variable, an attribute, or imported from a module."""
+        yield from ((line, name) for name in sorted(names) for line in self._identifiers.get(name, ()))
 
     @staticmethod
     def of(path: str, text: str, beside: tuple[str, ...] = ()) -> Module:
@@ -157,14 +196,19 @@ class Module:
         """`config` for raycl/config/trust.py, `bank/operations` for modules there; None for raycl itself and tests."""
         return _unit(_dotted(self.path)) if self.ours else None
 
-    def imports(self, at_start: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the line and dotted name of everything imported, at any depth, for type checking and by name too.
+    @cached_property
+    def everywhere(self) -> list[tuple[int, str]]:
+        """The line and dotted name of everything imported, at any depth, for type checking and by name too."""
+        return list(self._imported(self.nodes))
 
-        Args:
-            at_start: only what is imported when the module is.
-        """
+    @cached_property
+    def at_start(self) -> list[tuple[int, str]]:
+        """The same of what is imported when the module is."""
+        return list(self._imported(_run_at_start(self.tree)))
+
+    def _imported(self, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
         package = _dotted(self.path) if self.path.endswith("__init__.py") else _dotted(self.path).rpartition(".")[0]
-        for node in _run_at_start(self.tree) if at_start else self.nodes:
+        for node in nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -221,7 +265,7 @@ def loops(modules: Sequence[Module]) -> list[str]:
         here = module.path.rpartition("/")[0]
         if not module.ours or here == "raycl":
             continue
-        for line, name in module.imports():
+        for line, name in module.everywhere:
             there = known.get(name) or known.get(name.rpartition(".")[0])
             if there is not None and there not in (here, "raycl"):
                 imports.setdefault(here, {}).setdefault(there, f"{module.path}:{line} imports {name}")
@@ -248,13 +292,13 @@ def extras_at_start(modules: Sequence[Module]) -> list[str]:
     needs = {
         _dotted(module.path): library
         for module in modules
-        for _, name in module.imports(at_start=True)
+        for _, name in module.at_start
         if module.ours and (library := name.partition(".")[0]) in EXTRAS
     }
     return [
         f"{module.path}:{line} imports {name}, which needs the extra {needs[there]}: import it where it is used"
         for module in modules
-        for line, name in module.imports(at_start=True)
+        for line, name in module.at_start
         for there in (name, name.rpartition(".")[0])
         if module.path.startswith("raycl/") and there in needs
     ]
@@ -279,7 +323,7 @@ def direction(module: Module) -> Iterator[Finding]:
     if module.unit is not None and module.unit not in rows:
         yield 1, f"raycl/{module.unit} has no row in LAYERS: say there what it may import"
         return
-    for line, name in module.imports():
+    for line, name in module.everywhere:
         target = _unit(name)
         if target is None or target == module.unit:
             continue
@@ -296,7 +340,7 @@ def direction(module: Module) -> Iterator[Finding]:
 def doors(module: Module) -> Iterator[Finding]:
     if not module.ours:
         return
-    for line, name in module.imports():
+    for line, name in module.everywhere:
         library = name.partition(".")[0]
         if library in DOORS and not module.path.startswith(DOORS[library] or "-"):
             yield line, f"imports {library}, which may enter only at {', '.join(DOORS[library]) or 'no place'}"
@@ -307,7 +351,7 @@ def doors(module: Module) -> Iterator[Finding]:
 
 @rule
 def private(module: Module) -> Iterator[Finding]:
-    for line, name in module.imports():
+    for line, name in module.everywhere:
         parts = name.split(".")
         theirs = parts[0] not in ("raycl", "benchmarks", "__future__")
         hidden = [part for part in parts if part.startswith("_") and not part.endswith("__")]
@@ -317,9 +361,9 @@ def private(module: Module) -> Iterator[Finding]:
 
 @rule
 def pretrained(module: Module) -> Iterator[Finding]:
-    for node in module.nodes:
-        inside = module.path.startswith((f"{PRETRAINED}.py", f"{PRETRAINED}/"))
-        if module.ours and not inside and isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
+    inside = module.path.startswith((f"{PRETRAINED}.py", f"{PRETRAINED}/"))
+    for node in module.each(ast.Attribute) if module.ours and not inside else ():
+        if node.attr == "from_pretrained":
             yield node.lineno, f"from_pretrained outside {PRETRAINED}: ask the backbone for the model or tokenizer"
 
 
@@ -328,21 +372,15 @@ def backbone_kinds(module: Module) -> Iterator[Finding]:
     """`encoder` alone has other uses (a sentence encoder's settings), so it is a finding only where code branches."""
     if not module.ours or module.path.startswith(KINDS_KNOWN_AT):
         return
-    branches: list[ast.expr | None] = []
-    for node in module.nodes:
-        if isinstance(node, ast.Compare):
-            branches += [node.left, *node.comparators]
-        elif isinstance(node, ast.MatchValue):
-            branches.append(node.value)
-        elif isinstance(node, ast.Constant) and node.value in BACKBONE_KINDS - {"encoder"}:
-            yield node.lineno, f"names the kind of backbone '{node.value}': read `backbone.capabilities`"
-        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
-        names |= {_name(node)} if isinstance(node, ast.Name | ast.Attribute) else set()
-        for name in sorted(names & BACKBONE_CLASSES):
-            yield node.lineno, f"uses {name}: read `capabilities`, or add what is missing to `Backbone`"
-    for branch in branches:
+    for constant in module.each(ast.Constant):
+        if constant.value in BACKBONE_KINDS - {"encoder"}:
+            yield constant.lineno, f"names the kind of backbone '{constant.value}': read `backbone.capabilities`"
+    for line, name in module.uses(BACKBONE_CLASSES):
+        yield line, f"uses {name}: read `capabilities`, or add what is missing to `Backbone`"
+    compared = [part for node in module.each(ast.Compare) for part in (node.left, *node.comparators)]
+    for branch in [*compared, *(node.value for node in module.each(ast.MatchValue))]:
         parts = branch.elts if isinstance(branch, ast.Tuple | ast.List | ast.Set) else [branch]
-        if branch is not None and "encoder" in _strings([part for part in parts if part is not None]):
+        if "encoder" in _strings(parts):
             yield branch.lineno, "branches on the kind of backbone 'encoder': read `backbone.capabilities`"
 
 
@@ -374,11 +412,11 @@ def method_names(module: Module) -> Iterator[Finding]:
         return
     methods = _tables_of_methods()
     own = {*methods.values(), BASE_OF_ADAPTERS}
-    for node in module.nodes:
-        value = node.value if isinstance(node, ast.Constant) else None
+    for node in module.each(ast.Constant):
+        value = node.value
         if isinstance(value, str) and value in methods and value not in OTHER_MEANINGS:
             yield node.lineno, f"names the method '{value}': let it declare what is asked for"
-    for line, name in module.imports():
+    for line, name in module.everywhere:
         if name in own or name.rpartition(".")[0] in own:
             yield line, f"imports {name}, a method's own module: let it declare what is asked for"
 
@@ -388,12 +426,10 @@ def router_kinds(module: Module) -> Iterator[Finding]:
     """Comparing `router.kind` counts, as do names of concrete classes."""
     if not module.ours or module.path.startswith(ROUTERS_KNOWN_AT):
         return
-    for node in module.nodes:
-        names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
-        names |= {_name(node)} if isinstance(node, ast.Name | ast.Attribute) else set()
-        for name in sorted(names & ROUTER_CLASSES):
-            yield node.lineno, f"uses {name}: read `needs` and `chooses` of the router, or of `router_class(kind)`"
-        for part in [node.left, *node.comparators] if isinstance(node, ast.Compare) else []:
+    for line, name in module.uses(ROUTER_CLASSES):
+        yield line, f"uses {name}: read `needs` and `chooses` of the router, or of `router_class(kind)`"
+    for node in module.each(ast.Compare):
+        for part in (node.left, *node.comparators):
             kind = isinstance(part, ast.Attribute) and part.attr == "kind" and _name(part.value)
             if kind and kind.lower().endswith("router"):
                 yield part.lineno, "compares the kind of a router: read its `needs` and `chooses`"
@@ -401,9 +437,9 @@ def router_kinds(module: Module) -> Iterator[Finding]:
 
 @rule
 def prints(module: Module) -> Iterator[Finding]:
-    for node in module.nodes:
-        inside = module.path.startswith("raycl/") and module.path != "raycl/cli/commands.py"
-        if inside and isinstance(node, ast.Name) and node.id == "print":
+    inside = module.path.startswith("raycl/") and module.path != "raycl/cli/commands.py"
+    for node in module.each(ast.Name) if inside else ():
+        if node.id == "print":
             yield node.lineno, "print outside raycl/cli/commands.py: echo it in a command, or log it"
 
 
@@ -413,22 +449,22 @@ FOREIGN_CODE_AT = ("raycl/plugins.py",)
 
 @rule
 def excepts(module: Module) -> Iterator[Finding]:
-    for node in module.nodes:
+    if not module.ours or module.path in FOREIGN_CODE_AT:
+        return
+    for node in (*module.each(ast.ExceptHandler), *module.each(ast.Call)):
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-        elif isinstance(node, ast.Call) and _name(node.func) == "suppress":
+        elif _name(node.func) == "suppress":
             caught = list(node.args)
         else:
             continue
-        if module.path in FOREIGN_CODE_AT:
-            continue
-        if module.ours and any(kind is None or _name(kind) in ("Exception", "BaseException") for kind in caught):
+        if any(kind is None or _name(kind) in ("Exception", "BaseException") for kind in caught):
             yield node.lineno, "catches everything: name the errors that can be handled here"
 
 
 @rule
 def stars(module: Module) -> Iterator[Finding]:
-    for line, name in module.imports():
+    for line, name in module.everywhere:
         if name.endswith(".*"):
             yield line, f"imports {name}: name what you take"
 
@@ -468,18 +504,19 @@ def mutable_globals(module: Module) -> Iterator[Finding]:
     for line, name, is_table in _containers(module):
         if not is_table:
             yield line, f"{name} is a mutable global: only UPPER_CASE tables written out in full may be"
-    for node in module.nodes:
-        if isinstance(node, ast.Global):
-            yield node.lineno, f"global {', '.join(node.names)}: keep the state in an object that is passed on"
+    for node in module.each(ast.Global):
+        yield node.lineno, f"global {', '.join(node.names)}: keep the state in an object that is passed on"
 
 
 @rule
 def changed_tables(module: Module) -> Iterator[Finding]:
     tables = {name for _, name, _ in _containers(module)} if module.ours else set()
-    for node in module.nodes:
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+    for node in (*module.each(ast.Subscript), *module.each(ast.Call)) if tables else ():
+        if isinstance(node, ast.Subscript):
+            if not isinstance(node.ctx, ast.Store | ast.Del):
+                continue
             changed = node.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             changed = node.func.value
         else:
             continue

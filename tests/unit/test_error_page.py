@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from architecture import Module
 
 from raycl import errors
 
@@ -21,15 +22,16 @@ QUOTED = re.findall(r"^### `(.+)`\n\n\S", PAGE, re.MULTILINE)
 @cache
 def messages() -> tuple[str, ...]:
     """Return every text in the package, with `…` in the place of values."""
-    trees = [ast.parse(path.read_text()) for path in sorted(REPO.glob("raycl/**/*.py"))]
-    return tuple(dict.fromkeys(text for tree in trees for node in ast.walk(tree) for text in texts(node)))
+    modules = [Module.of(str(path), path.read_text()) for path in sorted(REPO.glob("raycl/**/*.py"))]
+    return tuple(dict.fromkeys(text for module in modules for text in texts(module)))
 
 
-def texts(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.JoinedStr):
-        yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
+def texts(module: Module) -> Iterator[str]:
+    for node in module.each(ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    for constant in module.each(ast.Constant):
+        if isinstance(constant.value, str):
+            yield constant.value
 
 
 @pytest.mark.parametrize("quoted", QUOTED)

@@ -55,9 +55,14 @@ def test_every_file_is_a_row_and_every_row_a_file() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_has_the_published_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_one_command_with_the_published_settings_and_a_known_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAYCL_DATA", "/data")
-    tree = configs.as_tree(load(name))
+    config = load(name)
+    assert config.stream.tasks is not None or find(config.stream.name) is not None
+    assert f"raycl train jobs/configs/paper/{name}.yaml" in header(name)
+    tree = configs.as_tree(config)
     wrong = {}
     for path, (value, source) in ROWS[name].settings.items():
         result = tree
@@ -88,13 +93,6 @@ def test_a_row_and_the_guide_show_the_published_scores(name: str) -> None:
     for score in ROWS[name].scores:
         assert score in header(name)
         assert any(score.replace(" / ", " | ") in line for line in lines), score
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_one_command_and_its_order_is_known(name: str) -> None:
-    config = load(name)
-    assert config.stream.tasks is not None or find(config.stream.name) is not None
-    assert f"raycl train jobs/configs/paper/{name}.yaml" in header(name)
 
 
 def test_files_that_share_settings_extend_one_another() -> None:

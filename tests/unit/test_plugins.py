@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fork_server import Call, ForkServer
 
 from raycl import plugins
 from raycl.config import as_tree, validate
@@ -276,12 +276,12 @@ def test_an_order_has_the_name_that_it_is_installed_under(tmp_path: Path, monkey
         find("b")
 
 
-def test_built_in_names_read_no_entry_points() -> None:
-    """The default run and every built-in method read none, in a process of its own."""
+def test_built_in_names_read_no_entry_points(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The default run and every built-in method read none, in a process that has not imported raycl yet."""
     code = (
         "import raycl.plugins; raycl.plugins.distributions = None\n"
         "from raycl.training.setup.run_config import load_config, plugins_of\n"
         f"for name in {[*METHODS]}: plugins_of(load_config(None, ['method=' + name, 'modifiers=[migu]']))\n"
         "from raycl.data.stream import open_stream; open_stream(load_config(None, []).stream, 0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fork_server.run([Call("fresh_package:main", (code,), tmp_path / "log")], 120)

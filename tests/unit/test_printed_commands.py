@@ -12,7 +12,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,23 @@ def _tree(overrides: list[str]) -> configs.Tree:
     return tree
 
 
+AS_THEY_STAND = ("sweeps/", "jobs/configs/compare/", "jobs/configs/paper/")
+"""Folders whose files other tests load as they stand: `test_sweep_config`, `test_unused_settings`,
+`test_paper_configs`. Here they are loaded with what a command sets."""
+
+
+@cache
+def _loaded(load: Callable[..., object], file: str, overrides: tuple[str, ...]) -> None:
+    """Load a file with overrides, once for all commands that say the same."""
+    load(file, list(overrides))
+
+
+def _load(load: Callable[..., object], file: str, overrides: list[str]) -> None:
+    stands = file.removeprefix(f"{REPO}/").startswith(AS_THEY_STAND) and Path(file).is_file()
+    if overrides or not stands:
+        _loaded(load, file, tuple(overrides))
+
+
 def _options(command: str, words: list[str]) -> Any:
     """Return what the command's own parser makes of the words."""
     return parsed(command, words)
@@ -186,21 +203,24 @@ def train(words: list[str]) -> None:
         configs.load(RunConfig, None, overrides)
     elif config is not None and config != "FILE":
         config = _file(config)
-        run_config.load_config(config if Path(config).is_file() else None, overrides)
+        if Path(config).is_file():
+            _load(run_config.load_config, config, overrides)
+        else:
+            run_config.load_config(None, overrides)
     else:
         run_config.load_config(None, overrides)
 
 
 def compare(words: list[str]) -> None:
     options = _options("compare", words)
-    load_comparison(_file(options.comparison), options.overrides)
+    _load(load_comparison, _file(options.comparison), options.overrides)
 
 
 def sweep(words: list[str]) -> None:
     options = _options("sweep", words)
     file = Path(_file(options.sweep))
     if file.is_file():
-        load_sweep(str(file), options.set)
+        _load(load_sweep, str(file), options.set)
 
 
 def bank(words: list[str]) -> None:

@@ -348,11 +348,6 @@ def test_repeated_samples_of_a_grid_stay(samples: int, tmp_path: Path) -> None:
 REPO = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("path", sorted(REPO.glob("sweeps/*.yaml")), ids=lambda path: path.name)
-def test_the_sweeps_that_come_with_raycl_hold_no_unused_settings(path: Path) -> None:
-    assert load_sweep(str(path)).space
-
-
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/compare/*.yaml")), ids=lambda path: path.name)
 def test_the_comparisons_that_come_with_raycl_hold_no_unused_settings(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fork_server import Call, ForkServer
+from light_suite import LARGE_BANK
 from torch import Tensor
 
 from benchmarks.figures import Figure
 from benchmarks.gpu import suite
 from benchmarks.gpu.battery import Battery, compare
+from benchmarks.gpu.parts import routing
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.setup import Case, Setup
 from benchmarks.gpu.suite import PARTS, Part, run_part
 from benchmarks.gpu.timing import ONCE, Contender, Times, quartiles, take_turns
+from benchmarks.serving.banks import drawn_router
 from raycl.errors import ConfigError, WrongResultError
 from raycl.types import Mixture
 
@@ -121,6 +125,9 @@ WRONG = [
 def test_a_wrong_result_is_a_failure_and_no_figure(
     monkeypatch: pytest.MonkeyPatch, part: str, case: str, function_name: str, wrong: Any
 ) -> None:
+    if part == "routing":
+        banks = cycle([drawn_router(LARGE_BANK, routing.SLOTS, routing.GROUPS, routing.TOP_K) for _ in range(2)])
+        monkeypatch.setattr(routing, "drawn_router", lambda *sizes: next(banks))  # indexes are built once for both runs
     right = measured(part, case)
     assert right and all(figure.ok is not False for figure in right)
     monkeypatch.setattr(function_name, wrong)

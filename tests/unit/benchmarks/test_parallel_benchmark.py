@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from tiny import Lab
 
 from benchmarks.parallel import CLUSTER_LIMIT, Times, make_tree, on_a_cluster, simulated
 from raycl.launch.parallel_tasks import TaskSchedule
@@ -36,9 +37,10 @@ def test_a_row_is_scored_once_all_tasks_before_it_are_learned() -> None:
     assert simulated(schedule(3), 3, lambda part: 10.0 if part.kind == "learn" and not part.phase else 1.0) == 11
 
 
-def test_a_cluster_is_simulated_from_measured_parts(tmp_path: Path) -> None:
+def test_a_cluster_is_simulated_from_measured_parts(lab: Lab, tmp_path: Path) -> None:
     options = Namespace(tasks=2, rows=8, test_rows=4, epochs=1, method="epi")
-    times = Times.of(make_tree(options, tmp_path), tmp_path, time.process_time)
+    tiny = {"backbone": {"name": str(lab.model_folder("bert"))}}  # it measures the parts of any run
+    times = Times.of(make_tree(options, tmp_path) | tiny, tmp_path, time.process_time)
     assert len(times.learn) == len(times.score) == 2
     assert min(*times.learn, *times.score, times.join, times.in_turn) > 0
     steady = Times([100.0, 90.0], [1.0, 2.0], 4.0, 2.0, 200.0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from fork_server import Call, ForkServer
 
 from benchmarks.streams.reader import SMAPS, ReplayEntry, memory
-from benchmarks.streams.sharing import sharing
 
 TEXT = """\
 7f0000000000-7f0000100000 r--s 00000000 fd:01 1234    /cache/tokens/0a b.arrow
@@ -34,6 +35,7 @@ def test_mapped_and_private_memory_are_distinguished() -> None:
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="Linux only")
-def test_two_readers_share_one_copy(tmp_path: Path) -> None:
-    shared, _ = sharing(600, tmp_path)
-    assert shared.ok and shared.value > 0.5
+def test_two_readers_share_one_copy(fork_server: ForkServer, tmp_path: Path) -> None:
+    fork_server.run([Call("forked_readers:main", (600, tmp_path), tmp_path / "log")], 120)
+    shared = json.loads((tmp_path / "shared.json").read_text())
+    assert shared["ok"] and shared["value"] > 0.5

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from collections import Counter
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from raycl.errors import DataError
 TRAIN, TEST = 2000, 500
 GOLDEN = "2fe6c84fda6e02b4f6355112578e60b5ffbb5f251f7fc4d50bf2aa99b6aca142"
 """SHA-256 of the first rows of every task; changes only when the grammars or the walk are changed on purpose."""
+
+
+@cache
+def split_of(task: str, split: str, seed: int = 0) -> tuple[tuple[str, str], ...]:
+    """Return a whole split, drawn once for all tests that read it."""
+    return tuple(rows(task, split, TRAIN if split == "train" else TEST, seed))
 
 
 def test_at_least_five_tasks_with_labels_of_their_own() -> None:
@@ -46,8 +53,8 @@ def test_rows_stay_the_same_across_machines_and_releases() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_splits_share_no_text_and_hold_none_twice(task: str) -> None:
-    train = [text for text, _ in rows(task, "train", TRAIN, seed=0)]
-    test = [text for text, _ in rows(task, "test", TEST, seed=0)]
+    train = [text for text, _ in split_of(task, "train")]
+    test = [text for text, _ in split_of(task, "test")]
     assert len(set(train)) == TRAIN
     assert len(set(test)) == TEST
     assert not set(train) & set(test)
@@ -74,14 +81,14 @@ def test_labels_are_balanced_in_every_prefix(task: str) -> None:
 def test_no_text_carries_two_labels(task: str) -> None:
     meaning: dict[str, str] = {}
     for seed in range(3):
-        for text, label in rows(task, "train", TRAIN, seed):
+        for text, label in split_of(task, "train", seed):
             assert meaning.setdefault(text, label) == label, text
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_texts_are_short_whole_sentences(task: str) -> None:
     lengths = []
-    for text, _ in rows(task, "test", TEST, seed=0):
+    for text, _ in split_of(task, "test"):
         assert text[0].isupper()
         assert text[-1] in ".?"
         assert not set("{}|~@!") & set(text), text
@@ -95,8 +102,8 @@ def test_texts_are_short_whole_sentences(task: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_test_split_has_words_never_trained_on(task: str) -> None:
-    known = {word for text, _ in rows(task, "train", TRAIN, seed=0) for word in text.split()}
-    test = [text for text, _ in rows(task, "test", TEST, seed=0)]
+    known = {word for text, _ in split_of(task, "train") for word in text.split()}
+    test = [text for text, _ in split_of(task, "test")]
     assert sum(bool(set(text.split()) - known) for text in test) >= 0.25 * TEST
 
 

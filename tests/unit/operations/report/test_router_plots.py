@@ -56,11 +56,11 @@ def test_the_heat_map_has_every_slot_and_a_border_between_tasks(
     assert names(heat) == TASKS and heat.get_yticks().tolist() == [1.5, 5.5, 9.5]
 
 
-def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+def test_the_plane_has_every_key_with_its_task(make_routed: Make) -> None:
     many = [f"t{number}" for number in range(27)]
     result = make_routed(many)
-    plots.save_png(router_figure([result]), tmp_path / "router.png")
-    _, plane, _ = panels(drawn[0])
+    figure = router_figure([result])
+    _, plane, _ = panels(figure)
     groups = points(plane)
     assert [group.get_label() for group in groups] == many
     for task, group in zip(many, groups, strict=True):
@@ -74,21 +74,21 @@ def test_the_plane_has_every_key_with_its_task(tmp_path: Path, make_routed: Make
     assert len(looks) == 27, "no two tasks look alike"
 
 
-def test_a_missing_projection_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+def test_a_missing_projection_is_noted(make_routed: Make) -> None:
     result = make_routed(TASKS)
     result["phase_summaries"][-1]["key_plane"] = []
-    plots.save_png(router_figure([result]), tmp_path / "router.png")
-    _, plane, _ = panels(drawn[0])
+    figure = router_figure([result])
+    _, plane, _ = panels(figure)
     assert [text.get_text() for text in plane.texts] == ["left out: too few keys, or too many"]
     assert plane.get_legend() is None
 
 
-def test_bars_are_the_shares_of_each_task(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+def test_bars_are_the_shares_of_each_task(make_routed: Make) -> None:
     result = make_routed(TASKS, router="keys")
     outcome = result["phase_summaries"][-1]["found"]
     del outcome["eq13"]["dbpedia"]
-    plots.save_png(router_figure([result]), tmp_path / "router.png")
-    _, _, axes = panels(drawn[0])
+    figure = router_figure([result])
+    _, _, axes = panels(figure)
     shares = [[bar.get_width() for bar in bars] for bars in axes.containers]
     assert shares[:2] == [list(outcome["keys"].values()), list(outcome["discriminant"].values())]
     assert shares[2] == pytest.approx([outcome["eq13"]["agnews"], np.nan, outcome["eq13"]["yahoo"]], nan_ok=True)
@@ -136,7 +136,7 @@ def test_panels_of_scores_fit_a_phone_and_keep_apart(make_routed: Make) -> None:
     width = ood_figure(results[:1]).get_tightbbox().width
     assert 96 * (width + 0.2) <= 320, "of 390 pixels of a phone a picture has 320, with its margins"
     figure = ood_figure(results)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     tight = [axes.get_tightbbox() for axes in figure.axes]
     assert not any(item.overlaps(other) for item, other in pairwise(tight) if item and other)
 
@@ -155,7 +155,7 @@ def test_the_confusion_is_that_of_the_router_that_chose(make_routed: Make) -> No
 
 
 @pytest.mark.parametrize("count", [3, 27])
-def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int) -> None:
+def test_a_task_without_dev_texts_is_noted(make_routed: Make, count: int) -> None:
     """A blank row may as well mean that no text found its task: that row has the number, however thin."""
     tasks = [f"t{number}" for number in range(count)]
     result = make_routed(tasks)
@@ -163,21 +163,18 @@ def test_a_task_without_dev_texts_is_noted(tmp_path: Path, make_routed: Make, dr
     for shares in outcome.values():
         del shares["t1"]
         shares["t2"] = 0.0
-    plots.save_png(router_figure([result]), tmp_path / "router.png")
-    _, _, axes = panels(drawn[0])
+    figure = router_figure([result])
+    _, _, axes = panels(figure)
     notes = {round(text.get_position()[1]): text.get_text() for text in axes.texts if "dev texts" in text.get_text()}
     assert notes == ({1: "no dev texts"} if count == 3 else {1: "no dev texts", 2: "0.0 of its dev texts"})
 
 
 @pytest.mark.parametrize("count", [1, 27])
-def test_panels_keep_apart_for_few_tasks_and_for_many(
-    tmp_path: Path, make_routed: Make, drawn: list[Figure], count: int
-) -> None:
+def test_panels_keep_apart_for_few_tasks_and_for_many(make_routed: Make, count: int) -> None:
     """No name, title or legend lies on another panel or on its neighbour."""
     tasks = [f"task{1000 + number}_some_long_name" for number in range(count)]
-    plots.save_png(router_figure([make_routed(tasks), make_routed(tasks[:1], seed=1)]), tmp_path / "router.png")
-    figure = drawn[0]
-    figure.canvas.draw()
+    figure = router_figure([make_routed(tasks), make_routed(tasks[:1], seed=1)])
+    figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()]
         assert not any(item.overlaps(other) for item, other in pairwise(boxes))
@@ -186,14 +183,15 @@ def test_panels_keep_apart_for_few_tasks_and_for_many(
     assert not any(apart)
 
 
-def test_runs_stand_below_each_other_on_one_scale(tmp_path: Path, make_routed: Make, drawn: list[Figure]) -> None:
+def test_runs_stand_below_each_other_on_one_scale(make_routed: Make) -> None:
     first, second = make_routed(TASKS), make_routed(TASKS, router="keys")
     second["config"]["method"]["router"] = "keys"
-    plots.save_png(router_figure([first, second]), tmp_path / "router.png")
-    (upper, *_), (lower, *_) = panels(drawn[0], 0), panels(drawn[0], 1)
+    figure = router_figure([first, second])
+    figure.draw_without_rendering()
+    (upper, *_), (lower, *_) = panels(figure, 0), panels(figure, 1)
     assert upper.get_position().y0 > lower.get_position().y1
     assert upper.images[0].get_clim() == lower.images[0].get_clim()
-    assert [text.get_text() for text in drawn[0].texts] == [
+    assert [text.get_text() for text in figure.texts] == [
         "slm on long-a, mini-t5, seed 0",
         "slm on long-a, mini-t5, seed 0 (method.router=keys)",
     ]

@@ -137,13 +137,13 @@ def test_the_kind_of_a_draw_follows_from_its_keys(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.name)
-def test_ready_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYCL_DATA", "/data")
+def test_ready_sweeps_are_valid_and_hold_no_unused_settings(path: Path) -> None:
     sweep = load_sweep(str(path))
-    assert sweep.name == path.stem.replace("_", "-")
+    assert sweep.space and sweep.name == path.stem.replace("_", "-")
     assert path.read_text().startswith("# "), "begins with its purpose"
     if sweep.plans:
-        assert len({str(trial) for trial in sweep.trials()}) == len(sweep.trials()) > 1
+        trials = sweep.trials()
+        assert len({str(trial) for trial in trials}) == len(trials) > 1
 
 
 def test_there_are_ready_sweeps() -> None:
