@@ -22,16 +22,16 @@ from raycl import config as configs
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.cli.main import main
-from raycl.errors import ConfigError, StoppedError
+from raycl.errors import ConfigError, RunError, StoppedError
 from raycl.launch import cluster, driver, prepared_run
 from raycl.launch.driver import RunOptions
 from raycl.launch.prepared_run import Prepared
-from raycl.metrics.run_results import find_results
+from raycl.metrics.run_results import find_results, read_results
 from raycl.operations.banks.unlearning import evaluate
 from raycl.operations.report.run_comparison import compare, runs_to_csv
 from raycl.operations.report.tables import comparison_table
 from raycl.operations.sweep.comparison import ComparisonConfig, load_comparison, plan, rows_of, run_comparison, states
-from raycl.operations.sweep.fused_rows import FusedRow
+from raycl.operations.sweep.fused_rows import FusedRow, fused_run
 from raycl.storage import Storage
 from raycl.storage.records import hashed
 from raycl.training.records.journal import read_state
@@ -77,7 +77,7 @@ def test_rows_one_or_two_at_a_time(lab: Lab, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="no row 'lroa': expected some of separate, lora, broken, finetune"):
         run_comparison(comparison, str(tmp_path), only=("lora", "lroa"))
     with pytest.raises(
-        ConfigError, match="--only leaves out 'separate', which its rows need and which has not run: add it"
+        ConfigError, match="--only leaves out 'separate', which its rows need and which is not finished: add it"
     ):
         run_comparison(comparison, str(tmp_path / "anew"), only=("lora", "merged"))
     assert rows_of(comparison, ("lora-s3", "finetune")) == ["lora", "finetune"]
@@ -112,6 +112,15 @@ def check_fused(comparison: ComparisonConfig, result: dict[str, Any], folder: Pa
         if file:
             runs.sub("merged-s3").delete(file)
     runs.sub("merged-s3").write_json("results.json", hashed(again))
+    source, row = runs.sub("separate-s3"), comparison.runs["merged"].fused
+    whole = read_results(source.address)
+    source.write_json("results.json", hashed({**whole, "finished": False, "matrix": [whole["matrix"][0], [None] * 2]}))
+    with pytest.raises(ConfigError, match="leaves out 'separate', which its rows need and which is not finished"):
+        run_comparison(comparison, str(folder), only=("merged",))
+    assert row is not None
+    with pytest.raises(RunError, match="separate-s3' has learned 1 of 2 phases: let it finish first"):
+        fused_run(row, plan(comparison, str(folder))["merged-s3"], "separate-s3")
+    source.write_json("results.json", hashed(whole))
 
 
 def test_what_cannot_be_fused_is_refused_before_a_run(lab: Lab, tmp_path: Path) -> None:

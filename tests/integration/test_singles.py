@@ -16,12 +16,13 @@ from damage import KINDS, damaged
 from tiny import Lab, run, trace
 
 from raycl import config as configs
-from raycl.errors import ConfigError
+from raycl.errors import ConfigError, RunError
 from raycl.launch import driver
+from raycl.metrics.run_results import read_results
 from raycl.operations.sweep.trials import trial
 from raycl.operations.sweep.trials.trial import FOLDER, separate_key, separate_tree, singles_of, write_pointer
 from raycl.storage import Storage
-from raycl.storage.records import seal
+from raycl.storage.records import hashed, seal
 from raycl.training.setup.checks import check, read_singles
 from raycl.training.setup.run_config import RunConfig
 
@@ -125,6 +126,23 @@ def test_settings_that_do_not_affect_single_tasks_are_not_compared(
         for storage in (own, other)
     ]
     assert scores[0] is not None and scores[0] == scores[1]
+
+
+def test_a_task_alone_begins_with_the_backbone(lab: Lab) -> None:
+    """Even where the trial starts from a snapshot, whose adapters know other tasks."""
+    trial = lab.config("bert", "lora", bank={"start": "runs/a/bank@main", "revise": "colour"})
+    bank = separate_tree(trial)["bank"]
+    assert bank["start"] is None and bank["revise"] is None
+
+
+def test_a_run_of_tasks_alone_that_is_not_finished_is_no_reference(
+    lab: Lab, alone: Callable[[str], Storage], tmp_path: Path
+) -> None:
+    whole = read_results(alone("sapt").address)
+    rows = [whole["matrix"][0], *[[None] * len(row) for row in whole["matrix"][1:]]]
+    Storage.at(tmp_path).write_json("results.json", hashed({**whole, "finished": False, "matrix": rows}))
+    with pytest.raises(RunError, match="has learned 1 of 2 phases: let it finish first"):
+        read_singles(lab.config("bert", "sapt", eval={"singles": str(tmp_path)}))
 
 
 def test_settings_that_affect_single_tasks_are_compared(lab: Lab, alone: Callable[[str], Storage]) -> None:

@@ -79,13 +79,13 @@ def test_status_while_stopping_and_when_stopped(complete: Complete, tmp_path: Pa
     seen: list[Status] = []
 
     def ask() -> None:
-        request_stop(storage, "mine", "SIGTERM")
+        request_stop(storage, "mine", "Ctrl-C")
         seen.append(status_of(storage.uri))
 
     learn(config, storage, 7, ask)
     stopped = status_of(storage.uri)
-    assert seen[0].state == "stopping" and seen[0].message.startswith("stop requested by SIGTERM")
-    assert stopped.state == "stopped" and "by SIGTERM at 20" in stopped.message and "exit status 75" in stopped.message
+    assert seen[0].state == "stopping" and seen[0].message.startswith("stop requested by Ctrl-C")
+    assert stopped.state == "stopped" and "by Ctrl-C at 20" in stopped.message and "exit status 130" in stopped.message
     assert stopped.details["from"].startswith("it continues after step 3 of task 2")
     assert stopped.command == f"raycl train --resume {storage.uri}"
     work(prepared_run.reopen(storage.uri))

@@ -191,7 +191,7 @@ def run_sweep(sweep: SweepConfig, directory: str, resume: bool = False) -> Sweep
     directory = Storage.at(directory).address
     folder = SweepFolder.of(sweep, directory)
     if is_there := folder.storage.exists(SWEEP):
-        _check_same(sweep, folder, resume)
+        sweep = _continued(sweep, folder, resume)
     plan = make_plan(sweep, folder)
     _claim(sweep, folder, is_there)
     first = sweep.config(next(iter(plan.trials.values())) if plan.trials else examples(sweep)[0])
@@ -222,8 +222,13 @@ def _taken(folder: SweepFolder) -> str:
     return f"'{folder.storage.uri}' holds a sweep already: continue with --resume, or choose another name or --dir"
 
 
-def _check_same(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
-    """Check that the sweep in the folder is this one, and is to continue."""
+def _continued(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> SweepConfig:
+    """Return the sweep as it continues the one in the folder, with settings in the order that they had: random draws
+    follow it.
+
+    Raises:
+        RunError: it is not to continue. ResumeError: that is another sweep.
+    """
     if not resume:
         raise RunError(_taken(folder))
     written = configs.from_yaml(folder.storage.read_text(SWEEP), f"{folder.storage.uri}/{SWEEP}")
@@ -237,6 +242,7 @@ def _check_same(sweep: SweepConfig, folder: SweepFolder, resume: bool) -> None:
         raise ResumeError(
             f"'{folder.storage.uri}' cannot continue with a changed sweep: {listed}; give it another name"
         )
+    return sweep.model_copy(update={"space": {path: sweep.space[path] for path in old.space}})
 
 
 def _numbered(trials: Sequence[Settings], recorded: Mapping[int, Settings]) -> dict[int, Settings]:
@@ -246,10 +252,8 @@ def _numbered(trials: Sequence[Settings], recorded: Mapping[int, Settings]) -> d
     for number, settings in recorded.items():
         known.setdefault(key_of(settings), []).append(number)
     free = (number for number in itertools.count() if number not in recorded)
-    numbers = [(known.get(key_of(settings)) or [None]).pop(0) for settings in trials]
-    return {
-        next(free) if number is None else number: settings for number, settings in zip(numbers, trials, strict=True)
-    }
+    numbers = [known[key].pop(0) if known.get(key := key_of(settings)) else next(free) for settings in trials]
+    return dict(zip(numbers, trials, strict=True))
 
 
 def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:

@@ -184,6 +184,8 @@ def test_what_a_method_keeps_beside_training_is_planned(lab: Lab, method: Any, v
         ({"name": "epi"}, 0.25),
         ({"name": "osft"}, 0.25),
         ({"name": "osft", "least": 0.5, "most": 0.5}, 0.0),
+        ({"name": "inflora"}, 0.5),
+        ({"name": "lwf"}, 0.5),
     ],
 )
 def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any, extra: float) -> None:
@@ -193,10 +195,13 @@ def test_a_methods_passes_beside_its_steps_are_in_the_time(lab: Lab, method: Any
 
 
 def test_a_modifiers_passes_are_added_to_the_methods(lab: Lab) -> None:
-    """FGGM computes the gradient of every row before a task."""
+    """FGGM computes the gradient of every row before a task, whatever epochs the task has."""
     for method, extra in (("lora", 0.5), ("epi", 0.75)):
         config = lab.config("bert", method, train={"epochs": 2}, modifiers=["fggm"])
         assert plan(config, Cluster(GPUS["a100-80"])).run.extra == extra
+    train = {"epochs": 1, "epochs_by_task": {"animal": 3}}
+    result = plan(lab.config("bert", "lora", train=train, modifiers=["fggm"]), Cluster(GPUS["a100-80"]))
+    assert result.run.steps == (4, 12) and result.run.extra == (4 * 1 + 12 / 3) / 16
 
 
 def test_tasks_at_the_same_time_take_the_time_of_the_group_with_the_most_steps(lab: Lab) -> None:
@@ -206,7 +211,7 @@ def test_tasks_at_the_same_time_take_the_time_of_the_group_with_the_most_steps(l
     config = lab.config("bert", "epi", train=train, launch=launch, stream={"tasks": tasks})
     result = plan(config, Cluster(GPUS["a100-80"], 2))
     assert result.run.steps == (12, 4, 4) and result.run.steps_in_turn == 12
-    assert result.seconds.training == pytest.approx(result.seconds.step * 12 * 1.5)
+    assert result.seconds.training == pytest.approx(result.seconds.step * 12 * 1.3)
     assert "2 tasks, each on 2 GPU(s), 4 in all; 12 steps one after another" in text(result)
     with pytest.raises(ConfigError, match="with method 'sapt' and these settings a task depends on the tasks before"):
         plan(lab.config("bert", "sapt", launch=launch), Cluster(GPUS["a100-80"]))

@@ -14,6 +14,7 @@ import yaml
 from run_records import phase_record
 
 from raycl import config as configs
+from raycl.metrics.run_results import read_results
 from raycl.operations.report.plots import new_figure, save_png
 from raycl.operations.report.sweeps.sweep_plots import (
     draw_setting,
@@ -68,7 +69,7 @@ class Written:
         matrix = [[*({"value": value, **cell} for value in row), *[None] * (len(TASKS) - len(row))] for row in rows]
         matrix += [[None] * len(TASKS)] * (len(TASKS) - len(rows))
         results = {"config": config, "stream": stream, "phases": TASKS, "singles": None, "metrics": metrics}
-        results["matrix"] = matrix
+        results |= {"matrix": matrix, "finished": len(rows) == len(TASKS)}
         run.write_json("results.json", hashed(results))
 
     def outcome(self) -> SweepOutcome:
@@ -111,6 +112,42 @@ def test_the_best_is_the_best_mean_over_seeds(four: Written) -> None:
     best = next(group for group in outcome.groups if 1 in group.numbers)
     assert best.numbers == [1, 2] and best.means == [67.5] and best.spreads == [pytest.approx(3.5355, abs=1e-3)]
     assert outcome.best == 1
+
+
+def test_a_mean_of_all_seeds_comes_before_one_of_fewer(tmp_path: Path) -> None:
+    """The second seed of the higher rate was not finished."""
+    written = Written(tmp_path, over=["seed"])
+    for seed in (0, 1):
+        written.trial(seed, at(1e-5, seed), [[50], [40, 60]])
+    written.trial(2, at(1e-2, 0), [[80], [80, 80]])
+    written.trial(3, at(1e-2, 1), [[10]])
+    outcome = written.outcome()
+    assert outcome.best == 0 and [group.done for group in outcome.groups] == [2, 1]
+    assert "1 of 2" in str(group_table(outcome.tree()))
+
+
+def test_a_trial_that_lacks_its_results_is_not_over(tmp_path: Path) -> None:
+    """Its last task is in the journal, and it was ended before it wrote them; or they are of the task before."""
+    written = Written(tmp_path)
+    written.trial(0, at(1e-5, 0), [[50], [40, 60]])
+    run = written.folder.run(0)
+    assert written.folder.state(0, 2)[0] == "done"
+    run.write_json("results.json", hashed({**read_results(run.address), "finished": False}))
+    assert written.folder.state(0, 2)[0] == "unfinished"
+    run.delete("results.json")
+    assert written.folder.state(0, 2)[0] == "unfinished" and written.outcome().best is None
+
+
+def test_the_best_config_starts_from_the_bank_that_its_trial_started_from() -> None:
+    """What the bank's run had is taken over from there, and is not in the file."""
+    started = {"stream": {"tasks": ["topic"]}, "bank": {"start": "runs/a/bank@main", "branch": "mine"}}
+    sweep = configs.validate(SweepConfig, {"name": "s", "base": started, "space": {"seed": {"grid": [3]}}})
+    config = configs.validate(RunConfig, {**started, "seed": 3})
+    row = TrialRow(0, {"seed": 3}, "done", 1)
+    best_yaml = SweepOutcome(sweep, 1, [row], [], [], 0, {0: config}).best_yaml()
+    assert best_yaml is not None
+    tree = configs.from_yaml(best_yaml, "best")
+    assert tree["bank"] == {"start": "runs/a/bank@main"} and tree["seed"] == 3 and "method" not in tree
 
 
 def test_a_trial_without_the_metrics_value_has_no_score_and_the_others_are_kept(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from raycl import config as configs
-from raycl.errors import ResumeError
+from raycl.errors import RayclError, ResumeError
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
-from raycl.operations.sweep.drive import AtTaskEnds, _claim, rule_of
+from raycl.operations.sweep.drive import AtTaskEnds, _continued, _numbered, rule_of, run_sweep
 from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, separate_key, separate_tree
 from raycl.storage import Storage
@@ -76,9 +76,31 @@ def test_a_sweep_continues_with_settings_that_an_older_version_did_not_write(tmp
     written = plain(configs.as_tree(result))
     del written["retries"], written["share"]
     folder.storage.write(SWEEP, configs.tree_to_yaml(written).encode())
-    _claim(result, folder, resume=True)
+    _continued(result, folder, resume=True)
     with pytest.raises(ResumeError, match="share was True, now False"):
-        _claim(sweep(share=False), folder, resume=True)
+        _continued(sweep(share=False), folder, resume=True)
+
+
+def test_trials_keep_their_numbers_with_more_samples_and_in_another_order_of_the_file(tmp_path: Path) -> None:
+    """A scheduler shuffles them: with another number of trials their order is another one."""
+    draws: dict[str, Any] = {"train.learning_rate": {"loguniform": [1e-5, 1e-1]}, "method.r": {"choice": [2, 4, 8]}}
+    planned = {"search": {"name": "random"}, "scheduler": "asha", "space": draws}
+    first = sweep(**planned, samples=4)
+    folder, recorded = SweepFolder.of(first, str(tmp_path)), dict(enumerate(first.trials()))
+    folder.storage.write(SWEEP, configs.to_yaml(first).encode())
+    swapped = sweep(**{**planned, "space": dict(reversed(draws.items()))}, samples=6)
+    more = _numbered(_continued(swapped, folder, resume=True).trials(), recorded)
+    assert {number: more[number] for number in recorded} == recorded
+    assert sorted(more) == list(range(6)) and len({str(sorted(trial.items())) for trial in more.values()}) == 6
+    twice = [{"seed": 1}, {"seed": 2}, {"seed": 1}]
+    assert _numbered(twice, {2: {"seed": 1}}) == {2: {"seed": 1}, 0: {"seed": 2}, 1: {"seed": 1}}
+
+
+def test_a_sweep_that_cannot_run_takes_no_folder(tmp_path: Path) -> None:
+    """The mended file starts under the same name."""
+    with pytest.raises(RayclError, match="nowhere"):
+        run_sweep(sweep(base={"stream": {"tasks": [str(tmp_path / "nowhere")]}}), str(tmp_path))
+    assert not (tmp_path / "s" / SWEEP).exists()
 
 
 def test_nothing_is_proposed_after_a_request_to_stop(tmp_path: Path) -> None:
@@ -119,6 +141,18 @@ def test_tpe_resumes_with_its_results(tmp_path: Path) -> None:
     unfinished, fresh = again.suggest("x"), again.suggest("y")
     assert isinstance(unfinished, dict) and (unfinished["number"], unfinished["settings"]) == (3, before[3])
     assert isinstance(fresh, dict) and fresh["number"] == 4 and fresh["settings"] not in before
+
+
+def test_tpe_draws_nothing_again_that_it_has_drawn(tmp_path: Path) -> None:
+    """A search that continues among its random first trials proposes what it would have without a stop."""
+    random = sweep(search={"name": "tpe"})
+    whole = go(TpeSearcher(random, SweepFolder.of(random, str(tmp_path / "whole")), {}), 8)
+    folder = SweepFolder.of(random, str(tmp_path / "stopped"))
+    before = go(TpeSearcher(random, folder, {}), 4)
+    again = TpeSearcher(random, folder, {})
+    for settings in before:
+        again.tell_finished(settings, [[score(settings)]], stopped=False)
+    assert [*before, *go(again, 4)] == whole and len({str(settings) for settings in whole}) == 8
 
 
 def test_tpe_receives_stopped_and_failed_trials(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ def space(**draws: Any) -> dict[str, Any]:
         (space(train__learning_rate={"uniform": [0.1, 0.2]}), "search is grid, but 'train.learning_rate' is a range"),
         (space(train__epochs={"expr": "train.epoch + 1"}), "names 'train.epoch', which does not exist"),
         (space(seed={"expr": "open('x')"}), "not allowed"),
+        (
+            space(seed={"expr": "train.epochs"}, train__epochs={"expr": "seed"}),
+            "seed reads .*: expected expressions in",
+        ),
         ({"metric": "app"}, "metric 'app' names 'app'"),
         ({"metric": ["ap", "f_ra"]}, "mode has 1 entries and metric 2"),
         ({"metric": ["ap", "f_ra"], "mode": ["max", "min"], "scheduler": "asha"}, "compares one metric"),
@@ -83,6 +87,17 @@ def test_a_grid_is_every_combination_and_settings_follow() -> None:
     config = result.config(trials[2])
     assert config.method.name == "lora" and config.method.r == 4 and config.train.learning_rate == 1e-3
     assert config.launch.workers == 1 and config.launch.cpus_per_worker == 1
+
+
+def test_an_expression_is_computed_after_those_that_it_reads() -> None:
+    """They may come after it in the file."""
+    draws = space(
+        train__learning_rate={"expr": "method.lora_alpha * 1e-5"},
+        method__lora_alpha={"expr": "2 * method.r"},
+        method__r={"grid": [4, 16]},
+    )
+    rates = [(trial["method.lora_alpha"], trial["train.learning_rate"]) for trial in sweep(**draws).trials()]
+    assert rates == [(8, pytest.approx(8e-5)), (32, pytest.approx(32e-5))]
 
 
 def test_random_trials_repeat_the_grid_and_are_functions_of_the_file() -> None:
