@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from axes import sampled
+from crash_copies import copied_after, left_after
 from tiny import ENGINES, KINDS, Complete, Lab, Stop, exported, matrix, run, trace
 
 from raycl.storage import Storage
@@ -33,12 +34,12 @@ def test_bfloat16_is_near_float32_and_resumes_exactly(
     lab: Lab, complete: Complete, tmp_path: Path, kind: str, engine: str
 ) -> None:
     sections: dict[str, Any] = {"engine": ENGINES[engine], "backbone": {"dtype": "bfloat16"}}
-    whole, stopped = (Storage.at(tmp_path / name) for name in ("whole", "stopped"))
-    config = lab.config(kind, "lora", **sections)
-    run(config, whole)
-    for _ in range(2):  # inside the first task, and at its end
-        with pytest.raises(Stop):
-            run(config, stopped, after=3)
+    whole, config = Storage.at(tmp_path / "whole"), lab.config(kind, "lora", **sections)
+    with copied_after(whole, 3):
+        run(config, whole)
+    stopped = left_after(whole, 3, tmp_path)  # inside the first task
+    with pytest.raises(Stop):
+        run(config, stopped, after=3)  # at its end
     run(config, stopped)
     assert trace(stopped) == trace(whole) and matrix(stopped) == matrix(whole)
     assert exported(stopped) == exported(whole)
