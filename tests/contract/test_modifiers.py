@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axes import sampled
+from axes import FULL, sampled
 from complete_runs import CRASHES
 from crash_copies import copied_after, left_after
-from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, family, matrix, run, trace
+from tiny import ENGINES, SAMPLE, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, family, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
@@ -28,8 +28,10 @@ ALL_CASES = [
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]
+SHARED = [(kind, method, "torch") for kind, method in SAMPLE if method in WITH_WEIGHTS]
+"""Cases of complete runs that other suites look at too."""
 CASES = sampled(
-    ALL_CASES,
+    ALL_CASES if FULL else [*SHARED, *(case for case in ALL_CASES if case[2] != "torch")],
     keep=[("bert", "finetune", "torch"), ("bert", "separate", "torch")],
     needed=lambda case: (case[0], family(case[1]), case[2]),
 )
@@ -74,8 +76,9 @@ def test_modifiers_resume_bit_for_bit_with_every_method(
     assert matrix(storage) == matrix(whole)
     assert exported(storage) == exported(whole)
     assert storage.read_json("results.json")["phase_summaries"] == results["phase_summaries"]
-    if method != "slm":
-        assert trace(whole) != trace(complete(kind, method, engine).storage), "the mask did nothing"
+    if method != "slm":  # another engine's losses would differ from these by rounding alone
+        steps = zip(trace(whole), trace(complete(kind, method, "torch").storage), strict=True)
+        assert any(mine != pytest.approx(other, abs=1e-4, rel=1e-3) for mine, other in steps), "the mask did nothing"
 
 
 @pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])

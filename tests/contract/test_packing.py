@@ -21,7 +21,7 @@ from raycl.training.setup.checks import check
 PACKED = {"packing": True}
 MIGU = {"modifiers": [{"name": "migu", "threshold": 0.5, "skip_first_task": False}]}
 CASES = {
-    "sapt": ({}, {"backbone": {"gradient_checkpointing": True}}),
+    "sapt-sizes": ({}, {"backbone": {"gradient_checkpointing": True}}),
     "slm": ({}, {}),
     "slm-prefix": ({}, {}),
     "inflora": (MIGU, {}),
