@@ -40,7 +40,7 @@ def measured(lab: Lab, method: str, folder: Path) -> dict[str, Any]:
         "stream": {"train_rows": 6},  # a whole batch and half of one in each of two epochs
         "train": {
             "epochs": 2,
-            "learning_rate": 0.003,
+            "learning_rate": 0.01,
             "lr_scheduler": "linear",
             "weight_decay": 0.01,
             "micro_batch_size": 2,
