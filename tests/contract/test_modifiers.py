@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axes import sampled
-from tiny import ENGINES, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, family, matrix, run, trace
+from axes import FULL, sampled
+from complete_runs import CRASHES
+from crash_copies import copied_after, left_after
+from tiny import ENGINES, SAMPLE, TASKS, WITH_WEIGHTS, Complete, Lab, Stop, exported, family, matrix, run, trace
 
 from raycl import config as configs
 from raycl.errors import ConfigError, RunError
@@ -26,15 +28,17 @@ ALL_CASES = [
     *((kind, method, "torch") for kind in ("t5", "llama") for method in ("lora", "finetune")),
     *(("bert", method, engine) for engine in ENGINES if engine != "torch" for method in ("lora", "finetune")),
 ]
+SHARED = [(kind, method, "torch") for kind, method in SAMPLE if method in WITH_WEIGHTS]
+"""Cases of complete runs that other suites look at too."""
 CASES = sampled(
-    ALL_CASES,
+    ALL_CASES if FULL else [*SHARED, *(case for case in ALL_CASES if case[2] != "torch")],
     keep=[("bert", "finetune", "torch"), ("bert", "separate", "torch")],
     needed=lambda case: (case[0], family(case[1]), case[2]),
 )
 
 
 def masked(lab: Lab, kind: str, method: Any, engine: str, **settings: Any) -> Any:
-    sections = {name: settings.pop(name) for name in ("train", "backbone", "eval") if name in settings}
+    sections = {name: settings.pop(name) for name in ("train", "backbone", "eval", "stream") if name in settings}
     method = lab.slots() if method == "slm" else method
     return lab.config(kind, method, ENGINES[engine], modifiers=[{**MIGU, **settings}], **sections)
 
@@ -49,7 +53,8 @@ def complete_masked(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Any:
         key = f"{kind}-{method}-{engine}-{settings}"
         if key not in done:
             done[key] = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}-{engine}"))
-            run(masked(lab, kind, method, engine, **settings), done[key])
+            with copied_after(done[key], *CRASHES):
+                run(masked(lab, kind, method, engine, **settings), done[key])
         return done[key]
 
     return get
@@ -65,17 +70,15 @@ def test_modifiers_resume_bit_for_bit_with_every_method(
     kept = OutputRows.of(results)
     assert kept.tasks == results["phases"] and all(kept.masked) and all(0 < share < 100 for share in kept.norm_kept)
     assert "norm kept" in str(output_rows_table(results))
-    storage, steps = Storage.at(tmp_path), len(trace(whole))
-    config = masked(lab, kind, method, engine)
-    with pytest.raises(Stop):
-        run(config, storage, after=steps - 1)
-    run(config, storage)
+    storage = left_after(whole, max(after for after in CRASHES if after < len(trace(whole))), tmp_path)
+    run(masked(lab, kind, method, engine), storage)
     assert trace(storage) == trace(whole)
     assert matrix(storage) == matrix(whole)
     assert exported(storage) == exported(whole)
     assert storage.read_json("results.json")["phase_summaries"] == results["phase_summaries"]
-    if method != "slm":
-        assert trace(whole) != trace(complete(kind, method, engine).storage), "the mask did nothing"
+    if method != "slm":  # another engine's losses would differ from these by rounding alone
+        steps = zip(trace(whole), trace(complete(kind, method, "torch").storage), strict=True)
+        assert any(mine != pytest.approx(other, abs=1e-4, rel=1e-3) for mine, other in steps), "the mask did nothing"
 
 
 @pytest.mark.parametrize(("kind", "method", "engine"), [case for case in CASES if case[2] != "torch"])
@@ -112,11 +115,12 @@ def test_the_optimizer_saw_the_mask_in_every_engine_and_precision(
     lab: Lab, tmp_path: Path, engine: str, dtype: str
 ) -> None:
     """The run checks it itself, here with moments of earlier steps too: it is left and continues."""
-    config = masked(lab, "bert", "finetune", engine, backbone={"dtype": dtype}, train={"micro_batch_size": 2})
+    sections = {"backbone": {"dtype": dtype}, "train": {"micro_batch_size": 2}, "stream": {"tasks": lab.tasks[:1]}}
+    config = masked(lab, "bert", "finetune", engine, **sections)
     with pytest.raises(Stop):
         run(config, Storage.at(tmp_path), after=3)
     run(config, Storage.at(tmp_path))
-    assert len(trace(Storage.at(tmp_path))) == 8
+    assert len(trace(Storage.at(tmp_path))) == 4
 
 
 def test_an_engine_that_ignores_edited_gradients_is_refused(lab: Lab, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from chat_samples import TOOL_TEMPLATES
-from tiny import VARIANTS, Complete, Lab, Stop, run, trace
+from crash_copies import copied_after, left_after
+from tiny import VARIANTS, Complete, Lab, run, trace
 
 from raycl.backbone import causal
 from raycl.backbone.positions import PackedRows, pack
@@ -20,7 +21,7 @@ from raycl.training.setup.checks import check
 PACKED = {"packing": True}
 MIGU = {"modifiers": [{"name": "migu", "threshold": 0.5, "skip_first_task": False}]}
 CASES = {
-    "sapt": ({}, {"backbone": {"gradient_checkpointing": True}}),
+    "sapt-sizes": ({}, {"backbone": {"gradient_checkpointing": True}}),
     "slm": ({}, {}),
     "slm-prefix": ({}, {}),
     "inflora": (MIGU, {}),
@@ -53,13 +54,13 @@ def test_losses_are_those_of_padded_rows(
 
 
 def test_steps_of_similar_length_resume_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
-    plain, stopped, whole = (Storage.at(tmp_path / name) for name in ("plain", "stopped", "whole"))
+    plain, whole = (Storage.at(tmp_path / name) for name in ("plain", "whole"))
     grouped = {"group_by_length": True}
     run(lab.config("llama", train=grouped), plain)
     config = lab.config("llama", train=grouped | PACKED)
-    run(config, whole)
-    with pytest.raises(Stop):
-        run(config, stopped, after=6)
+    with copied_after(whole, 6):
+        run(config, whole)
+    stopped = left_after(whole, 6, tmp_path)
     run(config, stopped)
     assert trace(stopped) == trace(whole)
     close(whole, plain)

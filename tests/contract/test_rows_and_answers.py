@@ -107,7 +107,7 @@ def test_a_runs_last_rows_are_the_endpoints_answers(
     context, storage = copy(done.context), Storage.at(tmp_path / "copy")
     specs = conversations(lab, tmp_path) if prompt == "conversations" else with_definitions(lab)
     named = "chat" if prompt == "conversations" else prompt
-    settings = {**context.info.tree["stream"], "tasks": specs, "prompt": named, "max_source_tokens": 40}
+    settings = {**context.info.tree["stream"], "tasks": specs, "prompt": named, "max_source_tokens": 40, "test_rows": 4}
     context.stream = open_stream(StreamConfig(**settings), context.info.seed)
     context.phases = context.schedule.phases(context.stream)
     codec = context.backbone.codec

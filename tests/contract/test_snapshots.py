@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import KINDS, NOT_SERVED, SAMPLE, Complete, Done, last_checkpoint, matrix, opened
+from axes import sampled
+from tiny import (
+    KINDS,
+    NOT_SERVED,
+    SAMPLE,
+    VARIANTS,
+    WRITERS,
+    Complete,
+    Done,
+    last_checkpoint,
+    matrix,
+    opened,
+    routing_family,
+)
 
 from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.states import get_router
 from raycl.bank.tensor_groups import PUBLISHED
 from raycl.errors import BankError
 from raycl.methods.base import under
+from raycl.methods.registry import METHODS, method_class
 from raycl.operations.banks.unlearning import evaluate, forget
 from raycl.testing.checks import check_snapshot
 from raycl.training.phase.evaluation import score_phase
@@ -39,11 +54,25 @@ def copied(done: Done, folder: Any) -> tuple[Bank, Snapshot]:
     return bank, snapshot
 
 
-@pytest.mark.parametrize(("kind", "method"), SAMPLE)
+def routed(case: tuple[str, str]) -> tuple[Hashable, ...]:
+    """Return what a sample must have of a case: each kind of backbone, and of methods that evaluation asks alike, one.
+
+    It asks the router of a published family, not the class whose `route` training calls; what is not served, and whole
+    models, it asks otherwise.
+    """
+    kind, method = case
+    made = method_class(
+        str((VARIANTS | WRITERS).get(method, {"name": method if method in METHODS else "lora"})["name"])
+    )
+    asked = next(parent.__name__ for parent in made.__mro__ if "route" in parent.__dict__)
+    return kind, (routing_family(method), made.trains_backbone, method in NOT_SERVED and method, asked)
+
+
+@pytest.mark.parametrize(("kind", "method"), sampled(SAMPLE, needed=routed))
 def test_evaluation_routes_by_the_router_that_is_published(
     complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, method: str
 ) -> None:
-    """The method is not asked, and what the run's last checkpoint keeps is what the snapshot holds."""
+    """The method is not asked."""
     done = complete(kind, method, "torch")
     context, last = done.context, last_checkpoint(done)
     if context.method.local_adaptation is None:  # a step on neighbours is training
@@ -52,6 +81,12 @@ def test_evaluation_routes_by_the_router_that_is_published(
     phase = score_phase(context, context.phases[-1], world, storage, lambda task: None, last)
     row = dict(zip((task.name for task in context.stream.tasks), matrix(done.storage)[-1], strict=True))
     assert {name: cell["value"] for name, cell in phase.row.items()} == {name: row[name] for name in phase.row}
+
+
+@pytest.mark.parametrize(("kind", "method"), SAMPLE)
+def test_the_last_checkpoint_keeps_the_router_that_is_published(complete: Complete, kind: str, method: str) -> None:
+    done = complete(kind, method, "torch")
+    context, last = done.context, last_checkpoint(done)
     bank, snapshot = newest(done)
     if snapshot is not None and method != "separate":  # which gives adapters the names of their tasks
         published, kept = get_router(bank, snapshot), PublishedRouter.of(context.method, last)

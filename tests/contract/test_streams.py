@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from axes import FULL, sampled
+from complete_runs import CRASHES
+from crash_copies import left_after
 from tiny import (
     ENGINES,
     KINDS,
@@ -123,31 +125,38 @@ def named(value: Any) -> str:
 
 
 def stops(case: tuple[str, str, str]) -> Sequence[int | None]:
-    """Return the numbers of steps of the first task after which a run is stopped: each by turns in a sample.
+    """Return the numbers of steps of the first task after which a run is stopped.
 
-    None is a run that is not stopped there, as are a sample's runs on plain torch of other settings of its methods.
+    In a sample it is stopped behind the task's checkpoint, and three runs before that: these begin anew, or continue
+    from it, whatever their method. None is a run that is not stopped there, as are a sample's runs on plain torch of
+    other settings of its methods.
     """
     if FULL:
         return range(STEPS)
-    return [None] if case[1] in VARIANTS and case[2] == "torch" else [CASES.index(case) % STEPS]
+    return [None] if case[1] in VARIANTS and case[2] == "torch" else [min(CASES.index(case), STEPS - 1)]
 
 
 @pytest.mark.parametrize(("case", "after"), [(case, after) for case in CASES for after in stops(case)], ids=named)
 def test_stopped_anywhere_in_the_first_task_and_at_its_end_and_in_the_last(
     complete: Complete, tmp_path: Path, case: tuple[str, str, str], after: int | None
 ) -> None:
-    done, storage = complete(*case), Storage.at(tmp_path)
+    """A stop behind the first task's checkpoint, and one in the last task alone, are what a crash there has left."""
+    done = complete(*case)
     first, *others = (entry["steps"] for entry in done.storage.read_json("results.json")["phase_times"])
-    left = first + sum(others)
-    if after is not None:
+    if after is None:
+        storage = left_after(done.storage, first + sum(others) - 1, tmp_path)
+    elif after == CRASHES[0]:
+        storage = left_after(done.storage, after, tmp_path)
+    else:
+        storage = Storage.at(tmp_path)
         with pytest.raises(Stop):
             run(done.config, storage, after=after)
+    if after is not None:
         with pytest.raises(Stop):
             run(done.config, storage, on_phase=stop)
-        left -= first
-    if left:
-        with pytest.raises(Stop):
-            run(done.config, storage, after=left - 1)
+        if others:
+            with pytest.raises(Stop):
+                run(done.config, storage, after=sum(others) - 1)
     run(done.config, storage)
     check_same(storage, done.storage)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from left_runs import run_and_leave
+from crash_copies import run_and_leave
 from tiny import TASKS, Lab, matrix, run, trace
 
 from raycl.operations.report.page.sections import sections_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from crash_copies import run_and_leave
 from fork_server import ForkServer
-from left_runs import run_and_leave
 from tiny import Lab, Stop, exported, matrix, run, trace
 
 from raycl.bank import Bank

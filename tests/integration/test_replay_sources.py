@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from left_runs import run_and_leave
+from crash_copies import run_and_leave
 from phases import begin_phase
 from tiny import ENGINES, TRAIN_ROWS, WORDS, Lab, Stop, exported, matrix, run, trace
 

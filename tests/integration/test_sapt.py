@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from axes import sampled
-from left_runs import run_and_leave
+from crash_copies import run_and_leave
 from phases import begin_phase, end_phase
 from tiny import KINDS, Complete, Lab, exported, matrix, opened, run, tokenizer, trace
 from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from axes import sampled
-from left_runs import run_and_leave
+from crash_copies import run_and_leave
 from test_sapt import started
 from tiny import Lab, exported, matrix, run, trace
 from transformers import AutoTokenizer

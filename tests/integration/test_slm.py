@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from axes import sampled
+from crash_copies import run_and_leave
 from http_client import listening
-from left_runs import run_and_leave
 from phases import begin_phase
 from tiny import KINDS, Complete, Done, Lab, evaluated_by, exported, matrix, opened, run, tokenizer, trace
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from left_runs import run_and_leave
+from crash_copies import run_and_leave
 from tiny import Lab, exported, run, trace
 
 from raycl.adapters.head import MixedHead

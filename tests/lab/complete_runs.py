@@ -26,6 +26,8 @@ LATER = ("deepspeed", "peft", "sklearn.manifold", "torch._dynamo")
 """Libraries that runs import when they need them: processes of the fork server find them imported."""
 SERVED = ("l2p", "mocl", "mocl-task-id", "moelora", "prompt", "lfpt5-real")
 """Methods whose taught runs are only served: half the steps at twice the rate, and no checkpoints inside a task."""
+CRASHES = (3, 7)
+"""Steps of the laboratory's runs, of 4 a task, after which a copy of a complete run's folder is kept."""
 RAY = Path(__file__).resolve().parents[1] / "ray"
 
 
@@ -72,7 +74,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
-    """(backbone kind, method or variant, engine) -> its complete run, made when first asked for."""
+    """(backbone kind, method or variant, engine) -> its complete run, made when first asked for.
+
+    What a crash after each of `CRASHES` would have left is kept (`crash_copies.left_after`).
+    """
+    from crash_copies import copied_after
+    from reading_once import reading_once
     from tiny import ENGINES, VARIANTS, WRITERS, Done, run
 
     from raycl.storage import Storage
@@ -84,7 +91,8 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
         if key not in done:
             config = lab.config(kind, (VARIANTS | WRITERS).get(method, method), ENGINES[engine])
             storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
-            done[key] = Done(config, storage, run(config, storage).context)
+            with reading_once(), copied_after(storage, *CRASHES):
+                done[key] = Done(config, storage, run(config, storage).context)
         return done[key]
 
     return get
@@ -93,6 +101,7 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 @pytest.fixture(scope="session")
 def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
     """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` and `soft` with prompts."""
+    from reading_once import reading_once
     from tiny import VARIANTS, WRITERS, Done, run
 
     from raycl.storage import Storage
@@ -115,7 +124,8 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
                 sections = {"train": {"epochs": 3, "learning_rate": 0.06}, "checkpoint": {"every_steps": None}}
             config = lab.config(kind, settings.get(method, method), **sections)
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
-            done[kind, method] = Done(config, storage, run(config, storage).context)
+            with reading_once():
+                done[kind, method] = Done(config, storage, run(config, storage).context)
         return done[kind, method]
 
     return get

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from reading_once import reading_once
 from tiny import Stop, run
 
 from raycl import config as configs
@@ -41,7 +42,7 @@ def main(rank: int, rendezvous: Path, jobs: Path) -> None:
         folder = Path(job["folder"]) / str(rank) if views else Path(job["folder"])
         gc.freeze()  # closed engines collect garbage: what the libraries made on import is none
         try:
-            with suppress(Stop):
+            with suppress(Stop), reading_once():
                 run(config, Storage.at(folder), after=job["after"], world=world)
         except RayclError as error:
             if not views:
