@@ -81,6 +81,9 @@ LONGEST = ("test_train_on_ray", *SHARING, "test_submit")
 ALONE = ("test_devices", "test_world_size")
 """Files of tests/contract that share no runs with others there; one process gets those that do."""
 
+READING_ONCE = {"contract", "golden", "integration", "unit/generation", "unit/methods", "unit/training"}
+"""Folders of tests of runs and of what they have learned; a module of them with READS_MODELS reads models each time."""
+
 pytest_plugins = ["complete_runs", "chromium"]
 """Modules of tests/lab, which is on the path: tiny models and complete runs that several tests read; a browser."""
 
@@ -163,6 +166,19 @@ def imported() -> None:
     """Exempt what is alive when a file begins, the libraries above all, from garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_read_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Files of tiny models are read once in tests that are about something else (`reading_once`)."""
+    parts = request.path.relative_to(REPO / "tests").parts
+    if not {parts[0], "/".join(parts[:2])} & READING_ONCE or hasattr(request.module, "READS_MODELS"):
+        yield
+        return
+    from reading_once import reading_once
+
+    with reading_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

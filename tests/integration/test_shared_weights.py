@@ -19,6 +19,8 @@ from raycl.training.stream_loop import StreamLoop
 from raycl.training.workers.distributed import DistributedContext
 
 ALONE = DistributedContext.alone(torch.device("cpu"))
+READS_MODELS = True
+"""Weights stay in the files from which they are read."""
 
 
 @pytest.mark.parametrize(

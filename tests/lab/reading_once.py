@@ -58,7 +58,7 @@ class Loader:
             own = {**options, "config": copy.deepcopy(options["config"])}
             return self.loader.from_pretrained(folder, **own), torch.get_rng_state()
 
-        settings, others = repr(vars(options["config"])), (options["dtype"], options["use_safetensors"])
+        settings, others = repr(vars(options["config"])), (options[name] for name in sorted(PLAIN - {"config"}))
         key = (self.loader, folder, files_of(folder), settings, *others, torch.initial_seed())
         model, state = copied(key, read)
         torch.set_rng_state(state)

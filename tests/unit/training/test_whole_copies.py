@@ -26,6 +26,8 @@ from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.workers.distributed import DistributedContext, Scattered, whole
 
 WORLD = DistributedContext.alone(torch.device("cpu"))
+READS_MODELS = True
+"""Weights stay in the files from which they are read."""
 
 
 def files_of(tensors: Iterable[Tensor]) -> list[str]:
