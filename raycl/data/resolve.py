@@ -391,8 +391,10 @@ def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
         DataError: the file cannot be read.
     """
     assert spec.path is not None, "the file has a path"
-    file = _source(spec.path, config)
-    return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, _columns(spec.columns))
+    file, columns = _source(spec.path, config), _columns(spec.columns)
+    if config.objective != "answer":
+        columns = replace(columns, label=())  # texts need not have any answers
+    return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, columns)
 
 
 def _source(uri: str, config: StreamConfig) -> Source:

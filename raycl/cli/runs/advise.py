@@ -78,9 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _specs(paths: list[str]) -> str:
     from raycl.cli.data import task_at
+    from raycl.data.settings import StreamConfig
     from raycl.launch.prepared_run import task_of
 
-    return json.dumps([task_of(path) if path.startswith("{") else task_at(path, [], False) for path in paths])
+    stream = StreamConfig()
+    return json.dumps([task_of(path) if path.startswith("{") else task_at(path, [], stream) for path in paths])
 
 
 def _rows(paths: list[str]) -> list[int]:

@@ -272,7 +272,9 @@ def _saved(split: HubSplit, loaded: Any) -> Dataset:
 def _slice(dataset: Dataset, part: Slice | None) -> Dataset:
     if part is None:
         return dataset
-    chosen: Dataset = dataset.select(part.of(lambda: len(dataset)))
+    positions = part.of(lambda: len(dataset))
+    there = range(len(dataset))[positions.start : positions.stop]
+    chosen: Dataset = dataset.select(there or [])  # datasets takes no range that is empty
     return chosen
 
 
