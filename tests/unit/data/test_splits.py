@@ -152,9 +152,14 @@ def test_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         opened("sql:sqlite:///t.db", "carve")
     with pytest.raises(DataError, match=r"the database needs its driver \(No module named 'psycopg"):
         opened("sql:postgresql://somewhere/x", "carve")
-    with pytest.raises(DataError, match=r"has a password, which a run would record") as caught:
-        opened("sql:postgresql://me:secret@somewhere/x", "carve")
-    assert "secret" not in str(caught.value)
+    for uri in (
+        "postgresql://me:secret@somewhere/x",
+        "postgresql://somewhere/x?user=me&password=secret",
+        "mssql+pyodbc://?odbc_connect=UID%3Dme%3BPWD%3Dsecret",
+    ):
+        with pytest.raises(DataError, match=r"has a password, which a run would record") as caught:
+            opened(f"sql:{uri}", "carve")
+        assert "secret" not in str(caught.value)
 
 
 def test_a_record_names_no_database_of_its_own() -> None:
