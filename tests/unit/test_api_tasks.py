@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 import raycl
-from raycl.errors import ConfigError, DataError
+from raycl.errors import BankError, ConfigError, DataError
 from raycl.storage import Storage
 
 PAIRS = [("the sky", "blue"), ("the sea", "green")]
@@ -166,6 +166,31 @@ def test_what_is_no_stream_is_one_sentence(stream: Any, message: str, tmp_path: 
 def test_a_name_that_is_no_folder_is_refused_before_rows_are_written(name: str) -> None:
     with pytest.raises(DataError, match=r"task name .* cannot be used"):
         raycl.task(name, PAIRS, PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": None}, "method is None: expected its name, or settings of the section method"),
+        ({"backbone": 7}, "backbone is 7: expected its name, or settings of the section backbone"),
+        ({"output": None}, "output is None: expected settings of the section output"),
+    ],
+)
+def test_what_is_no_section_is_one_sentence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raycl.train(**given)
+
+
+def test_paths_and_tasks_of_rows_are_taken_wherever_a_setting_has_them(tmp_path: Path) -> None:
+    mine, nothing = raycl.task("mine", PAIRS, PAIRS), cast(Any, None)
+    with pytest.raises(ConfigError, match=r"stream\.unseen names mine, which the stream trains"):
+        raycl.train({"tasks": mine, "unseen": [mine]}, dir=tmp_path, bank={"dir": tmp_path / "bank"})
+    with pytest.raises(ConfigError, match=f"'{tmp_path}/none' does not exist: expected a file or a folder of rows"):
+        raycl.train([tmp_path / "none"], dir=tmp_path)
+    with pytest.raises(BankError, match=f"{tmp_path}"):
+        raycl.load(tmp_path / "bank")
+    with pytest.raises(ConfigError, match="the bank is None: expected its folder or URI"):
+        raycl.load(nothing)
 
 
 def test_rows_in_memory_are_shown_by_their_number() -> None:
