@@ -316,7 +316,7 @@ def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage
     return {"tasks": _specs(stream, directory)}
 
 
-def _specs(tasks: Task | Sequence[Task], directory: Storage) -> list[Any]:
+def _specs(tasks: Task | list[Task] | tuple[Task, ...], directory: Storage) -> list[Any]:
     """Return entries of `stream.tasks`; one task alone may stand for a list of one."""
     several = tasks if isinstance(tasks, list | tuple) else [tasks]
     return [_spec(task, directory) for task in several]
