@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
+from raycl.api.settings import with_texts
 from raycl.data.sources.conversation import conversation_of, text_of
 from raycl.data.sources.fields import half_character
-from raycl.errors import DataError, RunError
+from raycl.errors import ConfigError, DataError, RunError
 from raycl.serve.offline.model import OfflineModel, Prediction, settings_here
 from raycl.serve.settings import ServeConfig
 from raycl.training.records.named_bank import snapshot_at
@@ -38,9 +40,11 @@ class Model:
     tasks: tuple[str, ...]
     answers: Literal["label", "text"]
 
-    def __init__(self, bank: str, **settings: Any) -> None:
-        opened, snapshot = snapshot_at(bank)
-        config = configs.validate(ServeConfig, {**settings_here(opened), **settings})
+    def __init__(self, bank: str | PathLike[str], **settings: Any) -> None:
+        if not isinstance(bank, str | PathLike):
+            raise ConfigError(f"the bank is {bank!r}: expected its folder or URI, for example run.bank")
+        opened, snapshot = snapshot_at(fspath(bank))
+        config = configs.validate(ServeConfig, {**settings_here(opened), **with_texts(settings)})
         self._model: OfflineModel | None = OfflineModel.open(opened, snapshot, config)
         self.bank, self.snapshot = opened.storage.address, snapshot.number
         self.tasks = tuple(task.name for task in snapshot.tasks)
@@ -166,7 +170,7 @@ def _refuse_half_characters(text: str, number: int) -> None:
         raise DataError(f"text {number}: {problem}")
 
 
-def load(bank: str, **settings: Any) -> Model:
+def load(bank: str | PathLike[str], **settings: Any) -> Model:
     """Return a snapshot of a bank as a model.
 
     Args:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from raycl import config as configs
 from raycl.api.models import Model, load
+from raycl.api.settings import with_texts
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
@@ -35,17 +36,17 @@ POLL_S = 0.5
 OnPhase = Callable[[Mapping[str, Any]], None]
 """Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`."""
 
-Task = str | Mapping[str, Any] | InMemoryTask
-"""A name of the stream's tasks, an entry of `stream.tasks`, or what `raycl.task` returns."""
+Task = str | PathLike[str] | Mapping[str, Any] | InMemoryTask
+"""A name of the stream's tasks, a path or URI, an entry of `stream.tasks`, or what `raycl.task` returns."""
 
 
 def train(
     stream: str | Sequence[Task] | Mapping[str, Any] = "builtin",
     method: str | Mapping[str, Any] = DEFAULT_METHOD,
     *,
-    backbone: str | Mapping[str, Any] | None = None,
+    backbone: str | PathLike[str] | Mapping[str, Any] | None = None,
     name: str | None = None,
-    dir: str | None = None,
+    dir: str | PathLike[str] | None = None,
     on_phase: OnPhase | None = None,
     quiet: bool = False,
     **sections: Any,
@@ -75,12 +76,16 @@ def train(
         >>> run.tasks
         ['orders']
     """
-    output = {**sections.pop("output", {}), **({"name": name} if name else {}), **({"dir": dir} if dir else {})}
+    output = sections.pop("output", {})
+    if not isinstance(output, Mapping):
+        raise ConfigError(f"output is {_described(output)}: expected settings of the section output")
+    output = {**output, **({"name": name} if name else {}), **({"dir": dir} if dir else {})}
     directory = Storage.at(output.get("dir") or run_config.default_directory())
-    tree: Tree = {**sections, "output": output, "stream": _stream(stream, directory), "method": _named(method)}
+    tree: Tree = {"output": output, "stream": _stream(stream, directory), "method": _named("method", method)}
     if backbone is not None:
-        tree["backbone"] = _named(backbone)
-    return _trained(prepared_run.prepare(run_config.from_tree(tree)), on_phase, quiet)
+        tree["backbone"] = _named("backbone", backbone)
+    settings = with_texts({**sections, **tree})
+    return _trained(prepared_run.prepare(run_config.from_tree(settings)), on_phase, quiet)
 
 
 class Run:
@@ -97,13 +102,13 @@ class Run:
 
     folder: str
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str | PathLike[str]) -> None:
         """Open the run in this folder.
 
         Raises:
             ResumeError: There is none.
         """
-        self._storage, self._config, _ = prepared_run.run_in(folder)
+        self._storage, self._config, _ = prepared_run.run_in(fspath(folder))
         self.folder = self._storage.address
 
     @property
@@ -190,8 +195,9 @@ class Run:
             >>> run.tasks
             ['orders', 'moods']
         """
-        added = list(map(json.dumps, _specs(tasks, self._directory)))
-        overrides = [f"{key}={json.dumps(value)}" for key, value in configs.flatten(sections).items()]
+        added = list(map(configs.inline_yaml, _specs(tasks, self._directory)))
+        settings = configs.flatten(with_texts(sections))
+        overrides = [f"{key}={configs.inline_yaml(value)}" for key, value in settings.items()]
         return _trained(requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
@@ -208,9 +214,8 @@ class Run:
             >>> better.tasks
             ['moods', 'orders']
         """
-        (spec,) = _specs([task], self._directory)
-        given = json.dumps(spec) if isinstance(spec, dict) else spec
-        overrides = [f"output.name={name}"] if name else []
+        given = configs.inline_yaml(_spec(task, self._directory))
+        overrides = [f"output.name={configs.inline_yaml(name)}"] if name else []
         prepared = requested_run.prepared(None, overrides, self.folder, (), given)
         return _trained(prepared, **options)
 
@@ -299,8 +304,10 @@ def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage
     if isinstance(stream, str) and stream:
         return {"name": stream}
     if isinstance(stream, Mapping):
-        tasks = stream.get("tasks")
-        return {**stream, **({"tasks": _specs(tasks, directory)} if tasks else {})}
+        return {
+            **stream,
+            **{key: _specs(tasks, directory) for key in ("tasks", "unseen") if (tasks := stream.get(key))},
+        }
     if not isinstance(stream, list | tuple) or not stream:
         raise ConfigError(
             f"a run cannot train on {_described(stream)}: expected the name of a stream, a list of tasks, or settings "
@@ -309,15 +316,19 @@ def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage
     return {"tasks": _specs(stream, directory)}
 
 
-def _specs(tasks: Sequence[Task], directory: Storage) -> list[Any]:
-    return [_spec(task, directory) for task in tasks]
+def _specs(tasks: Task | list[Task] | tuple[Task, ...], directory: Storage) -> list[Any]:
+    """Return entries of `stream.tasks`; one task alone may stand for a list of one."""
+    several = tasks if isinstance(tasks, list | tuple) else [tasks]
+    return [_spec(task, directory) for task in several]
 
 
 def _spec(task: Task, directory: Storage) -> Any:
     if isinstance(task, InMemoryTask):
         return task.saved(directory)
     if isinstance(task, Mapping):
-        return dict(task)
+        return with_texts(task)
+    if isinstance(task, PathLike):
+        return str(Path(task).absolute())  # a word without a slash is the name of a known task
     if not isinstance(task, str) or not task:
         raise ConfigError(
             f"{_described(task)} is no task: expected its name, an entry of stream.tasks, or what raycl.task(NAME, "
@@ -332,5 +343,9 @@ def _described(value: object) -> str:
     return repr(value) if plain else f"a {type(value).__name__}"
 
 
-def _named(value: str | Mapping[str, Any]) -> Any:
-    return {"name": value} if isinstance(value, str) else dict(value)
+def _named(section: str, value: str | PathLike[str] | Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str | PathLike):
+        raise ConfigError(f"{section} is {_described(value)}: expected its name, or settings of the section {section}")
+    return {"name": value}

@@ -3,13 +3,15 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
+from raycl.data.benchmarks.layout import check_name
 from raycl.data.sources.conversation import BESIDE, CHAT_NAMES, conversation_of, is_chat
-from raycl.data.sources.fields import half_character
+from raycl.data.sources.fields import half_character, kind_of
 from raycl.data.sources.hub import NO_LABEL, class_names, named
 from raycl.data.sources.slices import named_in
 from raycl.errors import DataError, counted
@@ -77,14 +79,14 @@ def task(
             or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`; or a `DatasetDict` (any
             mapping) of `train`, `test` and maybe `dev`, which may be called validation, val or eval.
         test: Rows to test on.
-        dev: Rows to choose settings on; None: a part of train.
+        dev: Rows to choose settings on, or a file of them beside a path in train; None: a part of train.
         text: Name of the column of texts.
         label: Name of the column of labels or answers.
         group: The column that `stream.group` names, which is kept with the rows.
         settings: Settings of `stream.tasks` (metric, labels, definition, format).
 
     Raises:
-        DataError: Rows have no text or label, or files are given together with rows.
+        DataError: The name cannot be used, rows have no text or label, or files are given together with rows.
 
     Examples:
         >>> raycl.task("orders", [("a pot of tea", "drink"), ("a bowl of rice", "food")] * 8, [("tea", "drink")])
@@ -92,6 +94,7 @@ def task(
         >>> raycl.task("orders", train="train.csv", test="test.csv", text="body")["columns"]
         {'text': 'body', 'label': 'label'}
     """
+    check_name(name)  # rows are written to a folder of this name
     if test is None and isinstance(train, Mapping) and {"train", "test"} <= train.keys():
         others = {split: named_in(split, train) for split in ("train", "test", "dev")}
         train, test, dev = (None if known is None else train[known] for known in others.values())
@@ -107,7 +110,7 @@ def task(
         raise DataError(f"task '{name}' has no train rows: expected rows to learn, or a path of a file or folder")
     if files:
         columns = {} if (text, label) == ("text", "label") else {"columns": {"text": text, "label": label}}
-        paths = {"path": str(train)} if test is None else {split: str(rows) for split, rows in there.items()}
+        paths = {"path" if split == "train" and test is None else split: str(rows) for split, rows in there.items()}
         return {"name": name, **paths, **columns, **settings}
     if test is None:
         raise DataError(f"task '{name}' has no test rows: expected rows to test on, which are never trained on")
@@ -127,8 +130,9 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) 
         if row is None:
             unlabelled += 1
             continue
-        if group and isinstance(item, Mapping) and group in item:
-            row[group] = _answer(item[group])
+        of_group = _plain(item.get(group)) if group and isinstance(item, Mapping) else None
+        if not _is_missing(of_group):
+            row[group] = str(of_group)
         items.append(row)
     if unlabelled:
         log.warning("task '%s': %d %s rows without a class are left out", name, unlabelled, split)
@@ -139,23 +143,25 @@ def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) 
 
 def _row(where: str, item: Any, text: str, label: str, names: list[str] | None) -> dict[str, Any] | None:
     """Return a row as its file has it; None: its class is not known."""
-    if isinstance(item, Mapping) and is_chat(item.get(CHAT_NAMES[0])):
-        conversation_of(item[CHAT_NAMES[0]], where)
-        return _whole({key: item[key] for key in (CHAT_NAMES[0], *BESIDE) if key in item}, where)
+    messages = _plain(item.get(CHAT_NAMES[0])) if isinstance(item, Mapping) else None
+    if is_chat(messages):
+        conversation_of(messages, where)
+        beside = {key: item[key] for key in BESIDE if not _is_missing(item.get(key))}
+        return _whole({CHAT_NAMES[0]: messages, **beside}, where)
     if isinstance(item, Mapping):
-        pair = item.get(text), item.get(label)
+        source, answer = item.get(text), _plain(item.get(label))
     elif isinstance(item, list | tuple) and len(item) == 2:
-        pair = item[0], item[1]
+        source, answer = item[0], _plain(item[1])
     else:
         raise DataError(
             f"{where} is a {type(item).__name__}: expected (text, label), or a dict with {text} and {label}"
         )
-    if not isinstance(pair[0], str) or pair[1] is None:
+    if not isinstance(source, str) or _is_missing(answer):
         raise DataError(
-            f"{where}: expected a string under '{text}' and an answer under '{label}', got {pair[0]!r} and {pair[1]!r}"
+            f"{where}: expected a string under '{text}' and an answer under '{label}', got {source!r} and {answer!r}"
         )
-    answer = named(pair[1], names) if names else _answer(pair[1])
-    return None if names and answer == NO_LABEL else _whole({"text": pair[0], "label": answer}, where)
+    named_answer = named(answer, names) if names else _answer(answer, where, label)
+    return None if names and named_answer == NO_LABEL else _whole({"text": source, "label": named_answer}, where)
 
 
 def _whole(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -165,15 +171,15 @@ def _whole(row: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _class_names(rows: Rows, label: str) -> list[str] | None:
-    feature = (getattr(rows, "features", None) or {}).get(label)
-    return None if feature is None else class_names(feature)
+    features = getattr(rows, "features", None)  # a frame's column may have this name
+    return class_names(features[label]) if isinstance(features, Mapping) and label in features else None
 
 
 def _items(name: str, split: str, rows: Rows, text: str, label: str) -> Iterable[Any]:
     """Yield rows one by one; of pandas frames and mappings of columns too."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         _require_columns(name, split, map(str, rows.columns), text, label)
-        return list(rows.to_dict("records"))
+        return list(rows.astype(object).where(rows.notna(), None).to_dict("records"))
     if isinstance(rows, Mapping):
         names = list(rows)
         _require_columns(name, split, map(str, names), text, label)
@@ -199,8 +205,34 @@ def _require_columns(name: str, split: str, columns: Iterable[str], text: str, l
         )
 
 
-def _answer(value: Any) -> Any:
-    """Return a string or a list of accepted answers; numbers of numpy as Python's."""
-    if isinstance(value, list | tuple):
-        return [str(item) for item in value]
-    return value if isinstance(value, str) else str(value.item() if hasattr(value, "item") else value)
+def _plain(value: Any) -> Any:
+    """Return numbers of NumPy as Python's, and arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value stands for an empty cell, which pandas reads as NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _answer(value: Any, where: str, label: str) -> str | list[str]:
+    """Return a string or a list of accepted answers; whole numbers as text.
+
+    Raises:
+        DataError: it is of another type, as files of rows refuse it.
+    """
+    answers = list(value) if isinstance(value, list | tuple) else [value]
+    for answer in answers:
+        if isinstance(answer, float):
+            raise DataError(
+                f"{where}: '{label}' is {answer!r}, a float: expected a string or a whole number; a pandas column of "
+                "whole numbers with an empty cell holds floats: drop its rows without a label, and convert it with "
+                ".astype(int)"
+            )
+        if not isinstance(answer, str | int):
+            raise DataError(
+                f"{where}: '{label}' is {answer!r}, a {kind_of(answer)}: expected a string, a whole number or a list "
+                "of strings, convert or remove the row"
+            )
+    texts = list(map(str, answers))
+    return texts if isinstance(value, list | tuple) else texts[0]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from raycl.data.check import TaskCheck
+    from raycl.data.settings import StreamConfig
     from raycl.training.setup.run_config import RunConfig
 
 LABELS_FILE = "labels.json"
@@ -144,8 +145,9 @@ def _write_labels(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
+    from raycl import config as configs
     from raycl.data.settings import TaskSpec
-    from raycl.training.setup.run_config import load_config
+    from raycl.training.setup.run_config import from_tree, load_config
 
     if not options.paths:
         file = local_or_installed(options.config) if options.config else None
@@ -154,8 +156,11 @@ def _config(options: argparse.Namespace) -> RunConfig:
     _check_keys(options.overrides)
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
-    carves = any(word.startswith("stream.test_fraction=") for word in of_run)
-    tasks = json.dumps([task_at(path, of_task, carves)])
+    whole = configs.inline_yaml(
+        [{"name": "data", "path": path}]
+    )  # how the path is read depends on the stream's settings
+    stream = from_tree(configs.load_tree(None, [f"stream.tasks={whole}", *of_run])).stream
+    tasks = configs.inline_yaml([task_at(path, of_task, stream)])
     return load_config(None, [f"stream.tasks={tasks}", *of_run], present=True)
 
 
@@ -177,25 +182,29 @@ def _check_keys(overrides: Sequence[str]) -> None:
             raise ConfigError(f"unknown config key '{key}': {meant(key, known)}")
 
 
-def task_at(path: str, overrides: Sequence[str], carves_test: bool) -> dict[str, Any]:
-    """Return the task at a path, with its settings; one file is test too, unless test rows are taken from it."""
+def task_at(path: str, overrides: Sequence[str], stream: StreamConfig) -> dict[str, Any]:
+    """Return the task at a path, with its settings; one file is test too, unless test rows are taken from it.
+
+    Args:
+        stream: settings of the stream that the task is part of.
+    """
     from raycl import config as configs
     from raycl.data.settings import name_at
 
     spec: dict[str, Any] = {"name": name_at(path) or "data"}
     one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
     given = {**spec, **configs.load_tree(None, overrides)}
-    if not one_split or "://" in path or "splits" in given or _names_splits(path, given):
+    if not one_split or "://" in path or "splits" in given or _names_splits(path, given, stream):
         return {"path": path, **given}
-    return {**({"train": path} if carves_test else {"train": path, "test": path}), **given}
+    return {**({"train": path} if stream.test_fraction is not None else {"train": path, "test": path}), **given}
 
 
-def _names_splits(path: str, spec: dict[str, Any]) -> bool:
+def _names_splits(path: str, spec: dict[str, Any], stream: StreamConfig) -> bool:
     from raycl import config as configs
     from raycl.data.resolve import names_splits
-    from raycl.data.settings import StreamConfig, TaskSpec
+    from raycl.data.settings import TaskSpec
 
-    return names_splits(configs.validate(TaskSpec, {"path": path, **spec}), StreamConfig())
+    return names_splits(configs.validate(TaskSpec, {"path": path, **spec}), stream)
 
 
 def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:

@@ -1,6 +1,6 @@
 """Strict configuration: sections, overrides, unused settings, and what may run code of others."""
 
-from raycl.config.assignment import Tree, apply_override, assign, read_override
+from raycl.config.assignment import Tree, apply_override, assign, inline_yaml, read_override
 from raycl.config.sections import (
     MARK,
     ConfigT,
@@ -38,6 +38,7 @@ __all__ = [
     "fingerprint",
     "flatten",
     "from_yaml",
+    "inline_yaml",
     "load",
     "load_tree",
     "named",

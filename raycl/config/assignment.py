@@ -4,6 +4,7 @@
 treat a named node as a plain mapping.
 """
 
+import json
 import re
 from copy import deepcopy
 from functools import lru_cache
@@ -31,6 +32,11 @@ def apply_override(tree: Tree, override: str) -> None:
     source = f"override '{override}'"
     key, value = renamed(*read_override(override), source)
     assign(tree, key, value, source)
+
+
+def inline_yaml(value: Any) -> str:
+    """Return a value as an override has it behind `key=`."""
+    return json.dumps(value, ensure_ascii=False)  # YAML reads JSON's two escapes of an emoji as two characters
 
 
 def read_override(override: str) -> tuple[str, Any]:

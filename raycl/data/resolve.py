@@ -359,18 +359,20 @@ def _split_names(spec: TaskSpec, config: StreamConfig) -> dict[str, str]:
 def _parts(spec: TaskSpec, config: StreamConfig, there: Mapping[str, Source]) -> dict[str, Source]:
     """Return the splits that a task names of a folder's files; empty if one of them is not there."""
     parts: dict[str, Source] = {}
+    taken = set[str]()
     for split, written in _split_names(spec, config).items():
         name, part = sliced(written)
         known = next((known for known, names in NAMES.items() if name in names), None)
         if known not in there and split != "test":
             return {}
         if known is not None and known in there:
-            parts[split] = _part(there[known], part)
+            parts[split] = _part(there[known], part, known not in taken)
+            taken.add(known)
     return parts
 
 
-def _part(source: Source, part: Slice | None) -> Source:
-    return source if part is None or isinstance(source, SplitPart) else SplitPart(source, part)
+def _part(source: Source, part: Slice | None, is_first: bool = True) -> Source:
+    return source if part is None or isinstance(source, SplitPart) else SplitPart(source, part, is_first=is_first)
 
 
 def _one_file(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
@@ -380,8 +382,8 @@ def _one_file(spec: TaskSpec, config: StreamConfig) -> dict[str, Source]:
     assert isinstance(file, SourceFile | HubSplit), "a file without a slice"
     names = {split: sliced(name) for split, name in _split_names(spec, config).items()}
     if names_splits(spec, config):
-        return {split: SplitPart(file, part, name) for split, (name, part) in names.items()}
-    return {split: _part(file, part) for split, (name, part) in names.items() if name == "train"}
+        return {split: SplitPart(file, part, name, split == "train") for split, (name, part) in names.items()}
+    return {split: _part(file, part, split == "train") for split, (name, part) in names.items() if name == "train"}
 
 
 def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
@@ -391,8 +393,10 @@ def names_splits(spec: TaskSpec, config: StreamConfig) -> bool:
         DataError: the file cannot be read.
     """
     assert spec.path is not None, "the file has a path"
-    file = _source(spec.path, config)
-    return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, _columns(spec.columns))
+    file, columns = _source(spec.path, config), _columns(spec.columns)
+    if config.objective != "answer":
+        columns = replace(columns, label=())  # texts need not have any answers
+    return isinstance(file, SourceFile | HubSplit) and splits_in(file, spec.format, columns)
 
 
 def _source(uri: str, config: StreamConfig) -> Source:

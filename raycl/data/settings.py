@@ -11,7 +11,7 @@ from raycl.config import PathOrUri, Section, Tree
 from raycl.data.benchmarks.layout import SUFFIXES
 from raycl.data.sources.conversation import Turns
 from raycl.data.sources.formats import Format
-from raycl.data.sources.hub import HUB, SQL
+from raycl.data.sources.hub import SQL, split_revision
 from raycl.data.sources.reading import OnBadRow, ReadLimits
 from raycl.types import Objective, PromptName
 
@@ -74,8 +74,8 @@ class TaskSpec(Section):
     path: PathOrUri = Field(
         None,
         description="folder (path or URI) with train.*, test.* and maybe dev.* (or validation, val, eval); one file, "
-        "whose column 'split' names the split of each row; a dataset of the Hugging Face hub (hf://fancyzhx/ag_news); "
-        "a local folder in the hub's layout or written by save_to_disk; or a database (sql:sqlite:////data/tickets.db)",
+        "whose column 'split' names the split of each row; a dataset of the Hugging Face hub (hf://fancyzhx/ag_news, "
+        "hf://ORG/NAME@REVISION); a local folder in the hub's layout or written by save_to_disk; or a database (sql:sqlite:////data/tickets.db)",
     )
     config: str | None = Field(None, description="configuration of the dataset, where it has several")
     splits: SplitNames = Field(default_factory=SplitNames, description="names of the splits, or slices of them")
@@ -109,6 +109,21 @@ class TaskSpec(Section):
     recorded: RecordedTask | None = Field(
         None, description="a learned task without data: it is neither trained nor evaluated; null: it has data"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _revision_of_path(cls, value: Any) -> Any:
+        """Take the revision out of `hf://NAME@REVISION`."""
+        path = value.get("path") if isinstance(value, dict) else None
+        name, revision = split_revision(path) if isinstance(path, str) else ("", None)
+        if revision is None:
+            return value
+        if value.get("revision") not in (None, revision):
+            raise ValueError(
+                f"path is '{path}' and revision is '{value['revision']}': expected one revision, leave one of the two "
+                "out"
+            )
+        return {**value, "path": name, "revision": revision}
 
     @field_validator("labels", "words", mode="before")
     @classmethod
@@ -156,8 +171,7 @@ def as_spec(task: Any) -> Any:
     """Return an entry of `stream.tasks`; a path or URI alone is a task of your own with the name of its last part."""
     if not isinstance(task, str) or "/" not in task:
         return task
-    path, _, revision = task.partition("@") if task.startswith(HUB) else (task, "", "")
-    return {"name": name_at(task), "path": path, **({"revision": revision} if revision else {})}
+    return {"name": name_at(task), "path": task}
 
 
 def as_specs(tasks: Any) -> Any:

@@ -5,13 +5,13 @@ Settings and places are checked before torch is imported.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import yaml
 
+from raycl import config as configs
 from raycl.data.settings import as_spec
 from raycl.errors import ConfigError
 from raycl.storage import Storage
@@ -65,7 +65,7 @@ def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Pr
         return prepared_run.extend(folder, added, tuple(overrides))
     start = _start_at_branch(storage, config)
     log.info("branch '%s' was moved since this run: a new one starts from %s", config.bank.branch, start[0])
-    tasks = f"stream.tasks={json.dumps(list(map(prepared_run.task_of, added)))}"
+    tasks = f"stream.tasks={configs.inline_yaml(list(map(prepared_run.task_of, added)))}"
     return prepared_run.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
 
 
@@ -86,9 +86,9 @@ def _revision(task: str, resume: str | None) -> list[str]:
         raise ConfigError(
             f"--revise '{task}' names no task: expected a name, or YAML such as '{{name: tickets, path: data/tickets}}'"
         )
-    overrides = [f"bank.revise={spec if isinstance(spec, str) else spec['name']}"]
+    overrides = [f"bank.revise={configs.inline_yaml(spec if isinstance(spec, str) else spec['name'])}"]
     if isinstance(spec, dict):
-        overrides.append(f"stream.tasks={json.dumps([spec])}")
+        overrides.append(f"stream.tasks={configs.inline_yaml([spec])}")
     if resume:
         from raycl.launch import prepared_run
 

@@ -35,9 +35,9 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     trained = raycl.train(
         {**settings["stream"], "tasks": [raycl.task("heat", TRAIN, TEST), lab.tasks[0]]},
         settings["method"],
-        backbone=settings["backbone"],
+        backbone=Path(settings["backbone"]["name"]),
         name="first",
-        dir=str(tmp_path),
+        dir=tmp_path,
         train=settings["train"],
         on_phase=lambda record: phases.append(record["times"]["phase"]),
         **QUICK,
@@ -55,14 +55,19 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     again = raycl.Run(trained.folder)
     assert np.array_equal(again.matrix, trained.matrix, equal_nan=True) and again.bank == trained.bank
 
-    longer = trained.add(raycl.task("way", OTHER, [("blue sky", "down")]), quiet=True, train={"epochs": 2})
-    trained_for = read_state(Storage.at(longer.folder)).config["train"]
+    way = raycl.task("way", OTHER, [("blue sky", "down")], definition="Up or down? 🙂")
+    longer = trained.add(way, quiet=True, train={"epochs": 2})
+    with pytest.raises(ResumeError, match="include_path was None, now '/"):
+        longer.add("more", quiet=True, eval={"general": {"include_path": tmp_path}})
+    continued = read_state(Storage.at(longer.folder)).config
+    trained_for = continued["train"]
     assert (trained_for["epochs"], trained_for["epochs_by_task"]) == (settings["train"]["epochs"], {"way": 2})
+    assert continued["stream"]["tasks"][-1]["definition"] == "Up or down? 🙂"
     assert longer.tasks == ["heat", "colour", "way"] and longer.folder == trained.folder
     assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
-    better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="again", quiet=True)
-    assert better.tasks == ["colour", "way", "heat"] and better.folder != trained.folder
-    with raycl.load(better.bank) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
+    better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="1e3", quiet=True)
+    assert better.tasks == ["colour", "way", "heat"] and Path(better.folder) == tmp_path / "1e3"
+    with raycl.load(Path(better.bank)) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -12,7 +12,7 @@ import pandas
 import pytest
 
 import raycl
-from raycl.errors import ConfigError, DataError
+from raycl.errors import BankError, ConfigError, DataError
 from raycl.storage import Storage
 
 PAIRS = [("the sky", "blue"), ("the sea", "green")]
@@ -47,6 +47,18 @@ def test_columns_have_other_names_and_labels_are_numbers(tmp_path: Path) -> None
     frame = pandas.DataFrame({"body": ["the sky"], "kind": np.array([3])})
     spec = raycl.task("mine", frame, frame, text="body", label="kind").saved(Storage.at(tmp_path))
     assert json.loads((Path(spec["path"]) / "train.jsonl").read_text()) == {"text": "the sky", "label": "3"}
+
+
+def test_cells_of_frames_are_read_as_those_of_files(tmp_path: Path) -> None:
+    """Arrays are lists of answers, a column may be called features, and an empty cell is no value."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    frame = pandas.DataFrame({"text": ["a"], "label": [np.array(["x", "y"], dtype=object)], "features": [1]})
+    chats = pandas.DataFrame({"messages": [np.array(chat), chat], "system": [None, "be brief"], "user": [np.nan, 3]})
+    spec = raycl.task("mine", frame, chats, group="user").saved(Storage.at(tmp_path))
+    train, test = ((Path(spec["path"]) / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test"))
+    assert [json.loads(line) for line in train] == [{"text": "a", "label": ["x", "y"]}]
+    brief = {"messages": chat, "system": "be brief", "user": "3.0"}
+    assert [json.loads(line) for line in test] == [{"messages": chat}, brief]
 
 
 def test_what_belongs_to_a_row_is_kept_and_what_is_wrong_names_it(tmp_path: Path) -> None:
@@ -88,6 +100,7 @@ def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (line,) = (Path(spec["path"]) / f"{split}.jsonl").read_text().splitlines()
         assert json.loads(line) == {"messages": chat["messages"]}
+    assert raycl.task("mine", "a.csv", dev="b.csv") == {"name": "mine", "path": "a.csv", "dev": "b.csv"}
     assert raycl.task("news", "hf://fancyzhx/ag_news") == {"name": "news", "path": "hf://fancyzhx/ag_news"}
 
 
@@ -104,6 +117,23 @@ def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:
         (42, PAIRS, "train is 42: expected a list of"),
         (pandas.Series(["the sky"]), PAIRS, r"train row 1 is a str: expected \(text, label\)"),
         (pandas.DataFrame({"body": ["x"]}), PAIRS, "train has no column 'text' among body: name the columns"),
+        (
+            pandas.DataFrame({"text": ["a", "b"], "label": ["x", np.nan]}),
+            PAIRS,
+            "train row 2: expected a string under 'text' and an answer under 'label', got 'b' and None",
+        ),
+        (
+            pandas.DataFrame({"text": ["a", "b"], "label": pandas.array([1, None], dtype="Int64")}),
+            PAIRS,
+            "train row 2: expected a string under 'text' and an answer under 'label', got 'b' and None",
+        ),
+        ([("a", np.float32("nan"))], PAIRS, "an answer under 'label', got 'a' and nan"),
+        (
+            pandas.DataFrame({"text": ["a", "b"], "label": [1, None]}),
+            PAIRS,
+            r"train row 1: 'label' is 1\.0, a float: expected a string or a whole number; a pandas column of whole",
+        ),
+        ([("a", ["x", None])], PAIRS, "'label' is None, a missing value: expected a string, a whole number or a list"),
         ({"text": ["x"], "label": ["a", "b"]}, PAIRS, "expected columns of one length, got {'text': 1, 'label': 2}"),
     ],
 )
@@ -130,6 +160,37 @@ def test_what_is_no_stream_is_one_sentence(stream: Any, message: str, tmp_path: 
     with pytest.raises(ConfigError, match=message) as raised:
         raycl.train(stream, dir=str(tmp_path))
     assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ""])
+def test_a_name_that_is_no_folder_is_refused_before_rows_are_written(name: str) -> None:
+    with pytest.raises(DataError, match=r"task name .* cannot be used"):
+        raycl.task(name, PAIRS, PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": None}, "method is None: expected its name, or settings of the section method"),
+        ({"backbone": 7}, "backbone is 7: expected its name, or settings of the section backbone"),
+        ({"output": None}, "output is None: expected settings of the section output"),
+    ],
+)
+def test_what_is_no_section_is_one_sentence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raycl.train(**given)
+
+
+def test_paths_and_tasks_of_rows_are_taken_wherever_a_setting_has_them(tmp_path: Path) -> None:
+    mine, nothing = raycl.task("mine", PAIRS, PAIRS), cast(Any, None)
+    with pytest.raises(ConfigError, match=r"stream\.unseen names mine, which the stream trains"):
+        raycl.train({"tasks": mine, "unseen": [mine]}, dir=tmp_path, bank={"dir": tmp_path / "bank"})
+    with pytest.raises(ConfigError, match=f"'{tmp_path}/none' does not exist: expected a file or a folder of rows"):
+        raycl.train([tmp_path / "none"], dir=tmp_path)
+    with pytest.raises(BankError, match=f"{tmp_path}"):
+        raycl.load(tmp_path / "bank")
+    with pytest.raises(ConfigError, match="the bank is None: expected its folder or URI"):
+        raycl.load(nothing)
 
 
 def test_rows_in_memory_are_shown_by_their_number() -> None:

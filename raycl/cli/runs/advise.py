@@ -7,7 +7,6 @@ raycl advise --backbone google-t5/t5-large --memory 24 --rows 2000 --json
 """
 
 import argparse
-import json
 import math
 
 from raycl.cli import commands
@@ -77,10 +76,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _specs(paths: list[str]) -> str:
+    from raycl import config as configs
     from raycl.cli.data import task_at
+    from raycl.data.settings import StreamConfig
     from raycl.launch.prepared_run import task_of
 
-    return json.dumps([task_of(path) if path.startswith("{") else task_at(path, [], False) for path in paths])
+    stream = StreamConfig()
+    return configs.inline_yaml([task_of(path) if path.startswith("{") else task_at(path, [], stream) for path in paths])
 
 
 def _rows(paths: list[str]) -> list[int]:

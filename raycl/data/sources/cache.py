@@ -6,10 +6,12 @@ not what its record says is built again.
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +72,17 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
     """Return the entry `key` of `folder`; `build` writes its batches and returns its info unless the entry exists.
 
     If `build` raises, nothing is left behind and the next caller tries again.
+
+    Raises:
+        DataError: the folder cannot be written.
     """
     storage, name = Storage.at(folder), f"{key}.arrow"
-    try:
+    with suppress(StorageError):
         return _whole(storage, name, key)
-    except StorageError:
-        folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{key}.lock"):
+    with ExitStack() as held:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(folder / f"{key}.lock"))
         try:
             return _whole(storage, name, key)  # left by the process that had the lock
         except StorageError as error:
@@ -84,13 +90,42 @@ def entry(folder: Path, key: str, schema: pa.Schema, build: Callable[[pa.RecordB
                 log.warning("an entry of the cache is made anew: %s", error)
         path = Path(storage.path(name))
         with unfinished(path) as temporary:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            with _Sink(folder, temporary) as sink, pa.ipc.new_file(sink, schema) as writer:
                 info = build(writer)
-            with temporary.open("rb") as stream:
-                sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
-            os.replace(temporary, path)
+            with _writing(folder):
+                with temporary.open("rb") as stream:
+                    sha256, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
+                os.replace(temporary, path)
         write_seal(storage, name, Seal(name, key, sha256, size, info))
         return CacheEntry(path, info, sha256)
+
+
+class _Sink(io.BufferedWriter):
+    """A file that an entry is written to: what fails here is the cache's, and no error of the rows' own reader."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        with _writing(folder):
+            super().__init__(io.FileIO(path, "w"))
+        self._folder = folder
+
+    def write(self, data: Any) -> int:
+        with _writing(self._folder):
+            return super().write(data)
+
+    def close(self) -> None:
+        with _writing(self._folder):
+            super().close()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the cache in '{folder}' ({error.strerror or error}): expected a folder that can be "
+            "written and has room, make some there, or set stream.cache_dir or RAYCL_CACHE to another folder"
+        ) from error
 
 
 def _whole(storage: Storage, name: str, key: str) -> CacheEntry:

@@ -66,15 +66,28 @@ def read_rows(
 
 
 def _part(part: SplitPart, format: str, columns: Columns, findings: Findings) -> Iterator[SourceRow]:
-    """Yield the rows of a part of a source; what is found is that of the whole source."""
+    """Yield the rows of a part of a source; notes are those of the whole source."""
     wanted = replace(columns, others=bool(part.value))
+    found = _FindingsOfPart(part, findings)
 
     def read() -> Iterator[SourceRow]:
         findings.left_out = 0  # the source is read twice where a slice depends on the number of rows
         findings.problems.clear()
-        return read_rows(part.source, format, wanted, findings)
+        return read_rows(part.source, format, wanted, found)
 
     return part.chosen(read)
+
+
+class _FindingsOfPart(Findings):
+    """What is found in a source, without the bad rows of its other parts."""
+
+    def __init__(self, part: SplitPart, findings: Findings) -> None:
+        super().__init__(findings.on_bad_row, notes=findings.notes)
+        self._part, self._findings = part, findings
+
+    def bad_row(self, problem: BadRow) -> None:
+        if self._part.counts(problem.item):
+            self._findings.bad_row(problem)
 
 
 def splits_in(file: SourceFile | HubSplit, format: str, columns: Columns) -> bool:

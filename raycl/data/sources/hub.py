@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote_plus, urlsplit
 
 import yaml
 
@@ -44,6 +44,8 @@ SAVED = ("dataset_dict.json", "state.json")
 MOST_DESCRIBED = 1_000_000
 """Entries of a card or another file that describes a dataset."""
 _BATCH = 1024
+_PASSWORD = re.compile(r"(?:^|[&;])\w*(?:password|passwd|pwd)=", re.IGNORECASE)
+"""A key of a database's URI that holds a password: password, sslpassword, pwd, PWD inside `odbc_connect`."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,12 @@ class HubSplit(NamedSource):
         for batch in self.dataset.select_columns(names).iter(batch_size=_BATCH):
             for values in zip(*(batch[name] for name in names), strict=True):
                 yield {name: named(value, classes[name]) for name, value in zip(names, values, strict=True)}
+
+
+def split_revision(address: str) -> tuple[str, str | None]:
+    """Return an address without `@REVISION`, and the revision, if it is that of a dataset on the hub."""
+    name, _, revision = address.partition("@") if address.startswith(HUB) else (address, "", "")
+    return name, revision or None
 
 
 def is_dataset_folder(folder: Path) -> bool:
@@ -272,7 +280,9 @@ def _saved(split: HubSplit, loaded: Any) -> Dataset:
 def _slice(dataset: Dataset, part: Slice | None) -> Dataset:
     if part is None:
         return dataset
-    chosen: Dataset = dataset.select(part.of(lambda: len(dataset)))
+    positions = part.of(lambda: len(dataset))
+    there = range(len(dataset))[positions.start : positions.stop]
+    chosen: Dataset = dataset.select(there or [])  # datasets takes no range that is empty
     return chosen
 
 
@@ -302,7 +312,8 @@ def _of_database(split: HubSplit) -> Dataset:
         raise DataError(
             f"{split.uri}: reading a database needs SQLAlchemy and the database's driver: pip install sqlalchemy"
         ) from error
-    if urlsplit(uri).password:
+    parts = urlsplit(uri)
+    if parts.password or _PASSWORD.search(unquote_plus(parts.query)):
         raise DataError(
             "the URI of the database has a password, which a run would record: leave it out, and give it where the "
             "database's driver looks for it (a file or variable of its own)"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from raycl.data.sources.fields import SourceRow
 from raycl.data.sources.hub import HubSplit
@@ -24,11 +25,13 @@ class SplitPart(NamedSource):
     Attributes:
         part: the slice, of rows that can be read; None: all.
         value: the split that the rows' `COLUMN` names, under any of its names; "": the source has no such column.
+        is_first: rows that cannot be used and name no split count here; of a source's parts one has them.
     """
 
     source: SourceFile | SourceFiles | HubSplit
     part: Slice | None = None
     value: str = ""
+    is_first: bool = True
 
     @property
     def name(self) -> str:
@@ -53,7 +56,17 @@ class SplitPart(NamedSource):
 
     def content_hash(self, cache: Path) -> str:
         """Return the SHA-256 in hex of the source's content and the part."""
-        return hashlib.sha256(f"{self.source.content_hash(cache)} {self.value} {self.part}".encode()).hexdigest()
+        described = f"{self.source.content_hash(cache)} {self.value} {self.part} {self.is_first}"
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def counts(self, item: Any) -> bool:
+        """Return whether an item that cannot be used is one of this part."""
+        named = _split_of(item) if self.value and isinstance(item, Mapping) else ""
+        return named in self._values if named else self.is_first
+
+    @property
+    def _values(self) -> tuple[str, ...]:
+        return next((names for names in NAMES.values() if self.value in names), (self.value,))
 
     def chosen(self, read: Callable[[], Iterator[SourceRow]]) -> Iterator[SourceRow]:
         """Yield the rows of the part.
@@ -77,11 +90,10 @@ class SplitPart(NamedSource):
         if not self.value:
             yield from rows
             return
-        names = next((names for names in NAMES.values() if self.value in names), (self.value,))
         found, others = False, dict[str, None]()
         for row in rows:
-            value = str((row.others or {}).get(COLUMN, "")).strip()
-            if value in names:
+            value = _split_of(row.others or {})
+            if value in self._values:
                 found = True
                 yield row
             else:
@@ -92,6 +104,11 @@ class SplitPart(NamedSource):
                 f"no row has '{self.value}' in its column '{COLUMN}': expected one of {listed}; name another one in "
                 "splits, or take test rows from train with splits.test=null and stream.test_fraction"
             )
+
+
+def _split_of(item: Mapping[str, Any]) -> str:
+    value = item.get(COLUMN)
+    return "" if value is None else str(value).strip()
 
 
 def _items(rows: Iterator[SourceRow]) -> Iterator[tuple[int, SourceRow]]:

@@ -10,7 +10,7 @@ from raycl.config import Tree
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import Columns, SourceRow, other_fields
 from raycl.data.sources.formats import AUTO, Source, read_rows
-from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder
+from raycl.data.sources.hub import HUB, SAVED, HubSplit, is_dataset_folder, split_revision
 from raycl.data.sources.reading import BadRow, Findings, ReadLimits
 from raycl.data.sources.source import SourceFile
 from raycl.storage import Storage
@@ -116,7 +116,8 @@ def files_at(
     suffixes = (*SUFFIXES, f".{format}")
     for address in addresses:
         if address.startswith(HUB) and not address.endswith(suffixes):
-            sources.append(HubSplit(address, split, config))
+            name, revision = split_revision(address)
+            sources.append(HubSplit(name, split, config, revision))
             continue
         file, folder = SourceFile.at(address), Storage.at(address)
         if file.name.endswith(suffixes):

@@ -6,13 +6,16 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from raycl.data.sources import cache
 from raycl.data.sources.cache import ChunkedRows, Info, cache_folder, entry, key_of
+from raycl.errors import DataError
 
 SCHEMA = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int64())])
 
@@ -54,6 +57,22 @@ def test_a_failed_build_leaves_nothing_and_can_be_tried_again(tmp_path: Path) ->
         entry(tmp_path, "key", SCHEMA, fail)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
     assert entry(tmp_path, "key", SCHEMA, build).info == {"count": 6}
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(writer: pa.RecordBatchFileWriter) -> Info:
+        raise OSError("the rows' own file")
+
+    with pytest.raises(OSError, match="the rows' own file"):
+        entry(tmp_path, "key", SCHEMA, unreadable)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write to the cache in '.*/file/raw' \(Not a directory\): expected a"):
+        entry(tmp_path / "file" / "raw", "key", SCHEMA, build)
+    monkeypatch.setattr(cache, "unfinished", lambda path: nullcontext(Path("/dev/full")))
+    ids = pa.record_batch([[list(range(10_000))], [1]], schema=SCHEMA)
+    for fill in (build, lambda writer: writer.write_batch(ids)):  # the disk is full at the end, or among the rows
+        with pytest.raises(DataError, match=r"\(No space left on device\): .* set stream.cache_dir or RAYCL_CACHE to"):
+            entry(tmp_path, "key", SCHEMA, fill)
 
 
 def test_rows_are_read_in_any_order_across_chunks(tmp_path: Path) -> None:

@@ -118,6 +118,22 @@ def test_rows_that_cannot_be_used_are_counted_and_stop_a_run(
     assert main.main(["data", "check", str(tmp_path), "--examples", "0", "stream.on_bad_row=skip"]) == 0
 
 
+@pytest.mark.parametrize("splits", [{}, {"train": "train[:60]", "test": "train[60:]"}])
+def test_a_bad_row_counts_once_in_a_file_of_several_splits(
+    tmp_path: Path, codec: MiniLMCodec, splits: dict[str, str]
+) -> None:
+    items = [{"text": f"text {number}", "label": "ab"[number % 2]} for number in range(130)]
+    for number, item in enumerate(items):
+        item |= {} if splits else {"split": "train" if number < 65 else "test"}
+    for item in (items[7], items[70]):
+        del item["label"]
+    written = [*map(json.dumps, items), '{"text": "cut']
+    (tmp_path / "rows.jsonl").write_text("\n".join(written))
+    check = checked(codec, str(tmp_path / "rows.jsonl"), {"splits": splits}, on_bad_row="skip", dev_fraction=0)
+    unusable = {split: counts.unusable for split, counts in check.splits.items()}
+    assert unusable == ({"train": 3, "test": 0} if splits else {"train": 2, "test": 1}) and check.unusable == 3
+
+
 def test_turns_of_trained_conversations_and_rows_of_trained_groups_are_counted(
     tmp_path: Path, codec: MiniLMCodec
 ) -> None:

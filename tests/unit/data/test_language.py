@@ -11,10 +11,12 @@ import pytest
 import torch
 from data_samples import MiniLMCodec
 
+from raycl.cli import main
 from raycl.data.loader import Collate, GlobalOrder, Loader, eval_batches
 from raycl.data.stream import Stream, StreamConfig, open_stream
 from raycl.data.text_objectives import HiddenWords, next_words, text_objective, whole_texts
 from raycl.errors import ConfigError, DataError
+from raycl.training.setup.run_config import load_config
 from raycl.types import IGNORE, Task
 
 SPECIAL = frozenset({0, 1, 2})
@@ -123,6 +125,20 @@ def test_labels_are_neither_needed_nor_read(tmp_path: Path) -> None:
         assert stream.table(stream.tasks[0], "train", MiniLMCodec()).texts(range(9)) == TEXTS
     builtin = open_stream(StreamConfig(objective="mlm", train_rows=20, test_rows=8), 0)
     assert len(builtin.tasks) == 5 and all(task.labels is None for task in builtin.tasks)
+
+
+@pytest.mark.parametrize(("file", "head"), [("texts.txt", ""), ("texts.csv", "text\n")])
+def test_one_file_of_texts_is_a_task_and_has_test_rows_taken_from_it(
+    tmp_path: Path, file: str, head: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_text(head + "".join(f"the cat purrs {number}\n" for number in range(10)))
+    words = ["stream.objective=mlm", "stream.test_fraction=0.2", "stream.dev_fraction=0"]
+    config = load_config(None, [f"stream.tasks=[{tmp_path / file}]", *words]).stream
+    stream = open_stream(config, 0)
+    assert [len(stream.rows(stream.tasks[0], split)) for split in ("train", "test")] == [8, 2]
+    assert main.main(["data", "check", str(tmp_path / file), *words, "--examples", "0", "--json"]) == 0
+    (check,) = json.loads(capsys.readouterr().out)
+    assert check["kind"] == "texts" and check["splits"]["train"]["rows"] == 8
 
 
 def test_unsupported_objectives_are_errors(tmp_path: Path) -> None:

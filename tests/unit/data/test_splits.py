@@ -79,6 +79,7 @@ def test_a_dev_split_has_any_of_its_names(tmp_path: Path, name: str) -> None:
         ("[10%:50%]", range(1, 5)),
         ("[4:-4]", range(4, 6)),
         ("[75%:]", [8, 9]),
+        ("[7:1000]", range(7, 10)),
     ],
 )
 def test_slices_of_every_source(tmp_path: Path, written: str, expected: Any) -> None:
@@ -151,9 +152,14 @@ def test_a_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         opened("sql:sqlite:///t.db", "carve")
     with pytest.raises(DataError, match=r"the database needs its driver \(No module named 'psycopg"):
         opened("sql:postgresql://somewhere/x", "carve")
-    with pytest.raises(DataError, match=r"has a password, which a run would record") as caught:
-        opened("sql:postgresql://me:secret@somewhere/x", "carve")
-    assert "secret" not in str(caught.value)
+    for uri in (
+        "postgresql://me:secret@somewhere/x",
+        "postgresql://somewhere/x?user=me&password=secret",
+        "mssql+pyodbc://?odbc_connect=UID%3Dme%3BPWD%3Dsecret",
+    ):
+        with pytest.raises(DataError, match=r"has a password, which a run would record") as caught:
+            opened(f"sql:{uri}", "carve")
+        assert "secret" not in str(caught.value)
 
 
 def test_a_record_names_no_database_of_its_own() -> None:
@@ -173,3 +179,6 @@ def test_a_wrong_split_is_one_sentence_with_what_is_there(tmp_path: Path) -> Non
     DatasetDict(train=Dataset.from_list(items(4)), val=Dataset.from_list(items(2))).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"there is no such split: expected one of train, val"):
         opened(tmp_path / "saved", "carve")
+    for empty in ("train[4:]", "train[3:1]"):
+        with pytest.raises(DataError, match="the split is empty: expected at least one row"):
+            opened(tmp_path / "saved", "carve", splits={"train": empty, "test": "val"})

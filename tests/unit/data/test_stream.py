@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from data_samples import MiniLMCodec, WriteTask, news, open_agnews
 
+import raycl
+from raycl.cli.data import task_at
 from raycl.config import as_tree, load, validate
 from raycl.data.settings import as_spec, name_at, with_specs
 from raycl.data.sources import ingest, source
+from raycl.data.sources.hub import HubSplit
 from raycl.data.stream import StreamConfig, TaskSpec, open_stream
 from raycl.errors import ConfigError, DataError, MissingTasksError
+from raycl.serve.offline.prediction_input import files_at
 from raycl.training.definition.task_order import Joint, Schedule
 from raycl.training.setup.run_config import RunConfig, free_names
 from raycl.types import Task
@@ -51,7 +55,18 @@ def test_the_name_of_a_path_is_its_last_part(tmp_path: Path, monkeypatch: pytest
         "sql:sqlite:////data/mail.db": "mail",
     }
     assert {path: name_at(path) for path in local | others} == local | others
-    assert as_spec("hf://org/data@main") == {"name": "data", "path": "hf://org/data", "revision": "main"}
+    assert as_spec("hf://org/data@main") == {"name": "data", "path": "hf://org/data@main"}
+
+
+def test_a_dataset_on_the_hub_is_named_with_its_revision_wherever_it_is_named() -> None:
+    address = "hf://org/data@v1"
+    written = [address, raycl.task("data", address), task_at(address, [], StreamConfig())]
+    specs = [StreamConfig.model_validate({"tasks": [task]}).tasks for task in written]
+    assert specs == [(TaskSpec(name="data", path="hf://org/data", revision="v1"),)] * 3
+    assert files_at([address]) == (HubSplit("hf://org/data", "test", revision="v1"),)
+    assert TaskSpec(name="data", path=address, revision="v1") == TaskSpec(name="data", path=address)
+    with pytest.raises(ValueError, match="path is 'hf://org/data@v1' and revision is 'v2': expected one revision"):
+        TaskSpec(name="data", path=address, revision="v2")
 
 
 def test_a_named_benchmark_below_its_usual_folder(write_task: WriteTask) -> None:
