@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +18,7 @@ from raycl import config as configs
 from raycl.api.models import Model, load
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch import console, driver, prepared_run, requested_run
 from raycl.launch.console import repeating
 from raycl.launch.prepared_run import Prepared
@@ -30,10 +32,13 @@ from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.setup import run_config
 
+log: logging.Logger = logging.getLogger("raycl")
+
 POLL_S = 0.5
 
 OnPhase = Callable[[Mapping[str, Any]], None]
-"""Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`."""
+"""Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`. An
+error that it raises is logged; the run and later calls go on."""
 
 Task = str | Mapping[str, Any] | InMemoryTask
 """A name of the stream's tasks, an entry of `stream.tasks`, or what `raycl.task` returns."""
@@ -59,8 +64,8 @@ def train(
         name: Name of the run's folder (`output.name`).
         dir: Parent of the run's folder (`output.dir`).
         on_phase: Called in a thread of its own after each phase, with its journal record: `row` (scores by task),
-            `times`, `bank`.
-        quiet: Print no progress.
+            `times`, `bank`. An error that it raises is logged; the run and later calls go on.
+        quiet: Print no progress, only errors; lines go to the handlers of your own logging, if it has any.
         sections: Other sections of the config, for example `train={"epochs": 3}`, `bank={"dir": "bank"}`;
             `launch={"mode": "local"}` trains in this process, without Ray.
 
@@ -266,11 +271,28 @@ class Run:
 
 
 def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
-    if not quiet:
-        console.log_to_stderr()
-    with _watched(prepared.storage, on_phase):
+    with _logged(quiet), _watched(prepared.storage, on_phase):
         driver.train(prepared, driver.RunOptions(draw=draw_matrix))
     return Run(prepared.storage.address)
+
+
+@contextmanager
+def _logged(quiet: bool) -> Iterator[None]:
+    """Print raycl's lines inside, with `quiet` errors alone; afterwards logging is as the caller has it."""
+    if quiet and log.hasHandlers():
+        yield
+        return
+    loggers = (log, logging.getLogger("raycl.progress"))
+    levels, handlers, propagate = [logger.level for logger in loggers], log.handlers, log.propagate
+    console.log_to_stderr(quiet)
+    try:
+        yield
+    finally:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers, log.propagate = handlers, propagate
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -281,18 +303,30 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
         return
     seen = len(read_state(storage).phases)
 
-    def report() -> None:
+    def report() -> str:
+        """Have `on_phase` called for new phases, and return why they cannot be read; "": they were."""
         nonlocal seen
-        state = read_state(storage)
-        for record in state.phases[seen:]:
+        try:
+            phases = read_state(storage).phases[seen:]
+        except (RunError, StorageError) as error:
+            return str(error)
+        for record in phases:
             seen += 1
-            on_phase(record)
+            calls.submit(on_phase, record).add_done_callback(_log_failed_call)
+        return ""
 
-    try:
-        with repeating(report, POLL_S, "raycl-phases"):
-            yield
-    finally:
-        report()
+    with ThreadPoolExecutor(1, "raycl-phases") as calls:
+        try:
+            with repeating(report, POLL_S, "raycl-watch"):  # the next call reads again what this one could not
+                yield
+        finally:
+            if problem := report():
+                log.warning("on_phase was not called for phases after the first %d: %s", seen, problem)
+
+
+def _log_failed_call(call: Future[None]) -> None:
+    if (error := call.exception()) is not None:
+        log.error("on_phase failed: %s: %s; the run continues", type(error).__name__, error, exc_info=error)
 
 
 def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage) -> Tree:

@@ -107,7 +107,7 @@ def task(
         raise DataError(f"task '{name}' has no train rows: expected rows to learn, or a path of a file or folder")
     if files:
         columns = {} if (text, label) == ("text", "label") else {"columns": {"text": text, "label": label}}
-        paths = {"path": str(train)} if test is None else {split: str(rows) for split, rows in there.items()}
+        paths = {("path" if test is None and split == "train" else split): str(rows) for split, rows in there.items()}
         return {"name": name, **paths, **columns, **settings}
     if test is None:
         raise DataError(f"task '{name}' has no test rows: expected rows to test on, which are never trained on")

@@ -74,6 +74,7 @@ def test_files_stay_where_they_are() -> None:
         "definition": "Name the colour.",
         "columns": {"text": "body", "label": "label"},
     }
+    assert raycl.task("mine", "a.csv", dev="c.csv") == {"name": "mine", "path": "a.csv", "dev": "c.csv"}
 
 
 def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:

@@ -269,7 +269,9 @@ def test_mlflow_reads_back_what_was_logged_and_continues_the_run(
     artifacts = {item.path for item in client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "matrix.png", "matrix-001.json"}
     client.delete_experiment(run.info.experiment_id)
-    with pytest.raises(ConfigError, match=r"in experiment 'papers' at .*is deleted: .*set tracking\.project to another one"):
+    with pytest.raises(
+        ConfigError, match=r"in experiment 'papers' at .*is deleted: .*set tracking\.project to another one"
+    ):
         opened(run_folder, "mlflow")
 
 
