@@ -41,8 +41,8 @@ PROJECT = "raycl"
 """The project of runs for which neither a setting nor the environment names one."""
 
 PAUSE = 9.0
-"""A tracker gets nothing for this many times the seconds of a call that failed, so that a library which waits for its
-server takes a tenth of the run's time at most."""
+"""A tracker gets no steps for this many times the seconds of a call that failed, so that a library which waits for its
+server takes a tenth of the time of training at most."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ class CheckedTracker:
         self._has_warned, self._next_s = False, 0.0
 
     def log(self, axis: Axis, at: int, metrics: dict[str, float]) -> None:
+        if axis == "task":  # few, and worth another wait
+            self._next_s = 0.0
         self._send(lambda: self.tracker.log(axis, at, metrics))
 
     def table(self, task: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

@@ -163,9 +163,10 @@ def test_an_error_of_a_tracker_is_a_warning_and_costs_a_tenth_of_the_time(
         tracker.log("step", step, {"train/loss": 1.0})
         failing.now_s += 1.0
     assert failing.calls == ["step 0", "step 90", "step 180"]
+    tracker.log("task", 1, {"cl/AP": 90.0})
     tracker.table(1, "matrix", [], [])
     tracker.close()
-    assert failing.calls[3:] == ["close"]
+    assert failing.calls[3:] == ["task 1", "close"]
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith("tracker mlflow failed: OSError: no answer; training continues")
     with pytest.raises(ZeroDivisionError):  # a mistake, not an error of its library
