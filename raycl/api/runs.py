@@ -85,7 +85,7 @@ def train(
     tree: Tree = {**sections, "output": output, "stream": _stream(stream, directory), "method": _named(method)}
     if backbone is not None:
         tree["backbone"] = _named(backbone)
-    return _trained(prepared_run.prepare(run_config.from_tree(tree)), on_phase, quiet)
+    return _trained(lambda: prepared_run.prepare(run_config.from_tree(tree)), on_phase, quiet)
 
 
 class Run:
@@ -197,7 +197,7 @@ class Run:
         """
         added = list(map(json.dumps, _specs(tasks, self._directory)))
         overrides = [f"{key}={json.dumps(value)}" for key, value in configs.flatten(sections).items()]
-        return _trained(requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
+        return _trained(lambda: requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.
@@ -216,8 +216,7 @@ class Run:
         (spec,) = _specs([task], self._directory)
         given = json.dumps(spec) if isinstance(spec, dict) else spec
         overrides = [f"output.name={name}"] if name else []
-        prepared = requested_run.prepared(None, overrides, self.folder, (), given)
-        return _trained(prepared, **options)
+        return _trained(lambda: requested_run.prepared(None, overrides, self.folder, (), given), **options)
 
     def resume(self, **options: Any) -> Run:
         """Continue a run that was stopped; the result is that of a run that was not.
@@ -229,7 +228,7 @@ class Run:
             >>> raycl.Run("runs/first").resume(quiet=True).results["finished"]
             True
         """
-        return _trained(prepared_run.reopen(self.folder), **options)
+        return _trained(lambda: prepared_run.reopen(self.folder), **options)
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Draw the matrix as a heat map, and return the file.
@@ -270,9 +269,11 @@ class Run:
         return f"Run('{self.folder}', {method_of(results)}, tasks={tasks_of(results)}{score})"
 
 
-def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
-    with _logged(quiet), _watched(prepared.storage, on_phase):
-        driver.train(prepared, driver.RunOptions(draw=draw_matrix))
+def _trained(prepare: Callable[[], Prepared], on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
+    with _logged(quiet):
+        prepared = prepare()
+        with _watched(prepared.storage, on_phase):
+            driver.train(prepared, driver.RunOptions(draw=draw_matrix))
     return Run(prepared.storage.address)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,16 +120,19 @@ def test_a_call_leaves_logging_as_it_was(
     monkeypatch.setattr(log, "handlers", [own] if is_own else [])
     monkeypatch.setattr(log, "propagate", is_own)
 
-    def train(prepared: object, options: object) -> None:
+    def prepare() -> SimpleNamespace:
         log.info("a line")
         log.warning("a warning")
+        return SimpleNamespace(storage=Storage.at("."))
+
+    def train(prepared: object, options: object) -> None:
         log.error("an error")
 
     monkeypatch.setattr(runs.driver, "train", train)
     monkeypatch.setattr(runs, "Run", lambda address: address)
     said = []
     for quiet in (False, True):
-        runs._trained(SimpleNamespace(storage=Storage.at(".")), None, quiet)
+        runs._trained(prepare, None, quiet)
         assert (log.handlers, log.propagate, log.level) == ([own] if is_own else [], is_own, logging.NOTSET)
         said.append(capsys.readouterr().err)
     assert said == ["a line\na warning\nan error\n", "" if is_own else "an error\n"]
@@ -150,8 +154,8 @@ def quick_runs(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(raycl, "train", quick)
     trained = runs._trained
 
-    def quickly(prepared: Prepared, on_phase: Any = None, quiet: bool = True) -> raycl.Run:
-        return trained(prepared, on_phase, True)
+    def quickly(prepare: Callable[[], Prepared], on_phase: Any = None, quiet: bool = True) -> raycl.Run:
+        return trained(prepare, on_phase, True)
 
     monkeypatch.setattr(runs, "_trained", quickly)
 
