@@ -8,9 +8,11 @@ and a package that is broken stops no run without it.
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, distributions
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from raycl.errors import PluginError
@@ -69,7 +71,7 @@ def group_of(kind: Kind) -> str:
 
 def installed(kind: Kind) -> tuple[Plugin, ...]:
     """Return all entry points of a kind, by name; none of them is imported."""
-    return tuple(plugin for plugin in _installed(tuple(sys.path)) if plugin.kind == kind)
+    return tuple(plugin for plugin in _installed(tuple(map(_changed, sys.path))) if plugin.kind == kind)
 
 
 def names(kind: Kind) -> list[str]:
@@ -161,11 +163,18 @@ def require(wanted: Used) -> None:
             )
 
 
+def _changed(folder: str) -> tuple[str, int]:
+    """Return a folder of `sys.path` and when something was last installed there; 0: it is no folder."""
+    with suppress(OSError):
+        return folder, Path(folder).stat().st_mtime_ns
+    return folder, 0
+
+
 @lru_cache(maxsize=8)
-def _installed(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """Read all distributions on `path` (`sys.path`); of two with one name the first counts, as for imports."""
+def _installed(path: tuple[tuple[str, int], ...]) -> tuple[Plugin, ...]:
+    """Read all distributions on `sys.path`; of two with one name the first counts, as for imports."""
     seen, plugins = set[str](), list[Plugin]()
-    for distribution in distributions(path=list(path)):
+    for distribution in distributions(path=[folder for folder, _ in path]):
         text = distribution.read_text("entry_points.txt")
         if text is None or "[raycl." not in text:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Literal
@@ -69,7 +69,7 @@ class Model:
             >>> prediction.text in prediction.scores, list(prediction.tasks)
             (True, ['orders'])
         """
-        return list(self._open.predict(_several(texts), task, max_tokens))
+        return list(self._opened().predict(_several(texts), task, max_tokens))
 
     def generate(self, texts: Text | Sequence[Text], **settings: Any) -> list[str]:
         """Return the answers of `predict` without weights.
@@ -93,7 +93,7 @@ class Model:
             >>> [list(weights) for weights in model.route(["a cup of tea", "a loaf of bread"])]
             [['orders'], ['orders']]
         """
-        return self._open.route(_several(texts))
+        return self._opened().route(_several(texts))
 
     def stream(self, texts: Iterable[Text], **settings: Any) -> Iterable[Prediction]:
         """Yield the results of `predict` for more texts than fit into memory: texts are read as answers are taken.
@@ -107,7 +107,7 @@ class Model:
             >>> len([prediction.text for prediction in model.stream(lines)])
             1000
         """
-        return self._open.predict((_read(text, number) for number, text in enumerate(texts, 1)), **settings)
+        return self._opened().predict(self._read_all(texts), **settings)
 
     def close(self) -> None:
         """Free the model's memory and thread; `with raycl.load(BANK) as model` does it at its end.
@@ -121,8 +121,12 @@ class Model:
             self._model.close()
         self._model = None
 
-    @property
-    def _open(self) -> OfflineModel:
+    def _read_all(self, texts: Iterable[Text]) -> Iterator[Any]:
+        for number, text in enumerate(texts, 1):
+            self._opened()  # it may have been closed since the first text
+            yield _read(text, number)
+
+    def _opened(self) -> OfflineModel:
         if self._model is None:
             raise RunError(f"this model is closed: load it again with raycl.load('{self.bank}@{self.snapshot}')")
         return self._model

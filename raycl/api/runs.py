@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,7 +19,7 @@ from raycl.api.models import Model, load
 from raycl.api.settings import with_texts
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
-from raycl.errors import ConfigError, RunError
+from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch import console, driver, prepared_run, requested_run
 from raycl.launch.console import repeating
 from raycl.launch.prepared_run import Prepared
@@ -31,10 +33,13 @@ from raycl.training.records.journal import read_state
 from raycl.training.records.publish import open_bank
 from raycl.training.setup import run_config
 
+log: logging.Logger = logging.getLogger("raycl")
+
 POLL_S = 0.5
 
 OnPhase = Callable[[Mapping[str, Any]], None]
-"""Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`."""
+"""Called in a thread of its own after each phase, with its journal record: `row` (scores by task), `times`, `bank`. An
+error that it raises is logged; the run and later calls go on."""
 
 Task = str | PathLike[str] | Mapping[str, Any] | InMemoryTask
 """A name of the stream's tasks, a path or URI, an entry of `stream.tasks`, or what `raycl.task` returns."""
@@ -60,8 +65,8 @@ def train(
         name: Name of the run's folder (`output.name`).
         dir: Parent of the run's folder (`output.dir`).
         on_phase: Called in a thread of its own after each phase, with its journal record: `row` (scores by task),
-            `times`, `bank`.
-        quiet: Print no progress.
+            `times`, `bank`. An error that it raises is logged; the run and later calls go on.
+        quiet: Print no progress, only errors; lines go to the handlers of your own logging, if it has any.
         sections: Other sections of the config, for example `train={"epochs": 3}`, `bank={"dir": "bank"}`;
             `launch={"mode": "local"}` trains in this process, without Ray.
 
@@ -85,7 +90,7 @@ def train(
     if backbone is not None:
         tree["backbone"] = _named("backbone", backbone)
     settings = with_texts({**sections, **tree})
-    return _trained(prepared_run.prepare(run_config.from_tree(settings)), on_phase, quiet)
+    return _trained(lambda: prepared_run.prepare(run_config.from_tree(settings)), on_phase, quiet)
 
 
 class Run:
@@ -198,7 +203,7 @@ class Run:
         added = list(map(configs.inline_yaml, _specs(tasks, self._directory)))
         settings = configs.flatten(with_texts(sections))
         overrides = [f"{key}={configs.inline_yaml(value)}" for key, value in settings.items()]
-        return _trained(requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
+        return _trained(lambda: requested_run.prepared(None, overrides, self.folder, added, None), on_phase, quiet)
 
     def revise(self, task: Task, name: str | None = None, **options: Any) -> Run:
         """Learn one task again, with new data if given; returns a new run, this one stays as it is.
@@ -216,8 +221,7 @@ class Run:
         """
         given = configs.inline_yaml(_spec(task, self._directory))
         overrides = [f"output.name={configs.inline_yaml(name)}"] if name else []
-        prepared = requested_run.prepared(None, overrides, self.folder, (), given)
-        return _trained(prepared, **options)
+        return _trained(lambda: requested_run.prepared(None, overrides, self.folder, (), given), **options)
 
     def resume(self, **options: Any) -> Run:
         """Continue a run that was stopped; the result is that of a run that was not.
@@ -229,7 +233,7 @@ class Run:
             >>> raycl.Run("runs/first").resume(quiet=True).results["finished"]
             True
         """
-        return _trained(prepared_run.reopen(self.folder), **options)
+        return _trained(lambda: prepared_run.reopen(self.folder), **options)
 
     def plot(self, path: str | Path | None = None) -> Path:
         """Draw the matrix as a heat map, and return the file.
@@ -270,12 +274,31 @@ class Run:
         return f"Run('{self.folder}', {method_of(results)}, tasks={tasks_of(results)}{score})"
 
 
-def _trained(prepared: Prepared, on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
-    if not quiet:
-        console.log_to_stderr()
-    with _watched(prepared.storage, on_phase):
-        driver.train(prepared, driver.RunOptions(draw=draw_matrix))
+def _trained(prepare: Callable[[], Prepared], on_phase: OnPhase | None = None, quiet: bool = False) -> Run:
+    with _logged(quiet):
+        prepared = prepare()
+        with _watched(prepared.storage, on_phase):
+            driver.train(prepared, driver.RunOptions(draw=draw_matrix))
     return Run(prepared.storage.address)
+
+
+@contextmanager
+def _logged(quiet: bool) -> Iterator[None]:
+    """Print raycl's lines inside, with `quiet` errors alone; afterwards logging is as the caller has it."""
+    if quiet and log.hasHandlers():
+        yield
+        return
+    loggers = (log, logging.getLogger("raycl.progress"))
+    levels, handlers, propagate = [logger.level for logger in loggers], log.handlers, log.propagate
+    console.log_to_stderr(quiet)
+    try:
+        yield
+    finally:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers, log.propagate = handlers, propagate
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -286,18 +309,30 @@ def _watched(storage: Storage, on_phase: OnPhase | None) -> Iterator[None]:
         return
     seen = len(read_state(storage).phases)
 
-    def report() -> None:
+    def report() -> str:
+        """Have `on_phase` called for new phases, and return why they cannot be read; "": they were."""
         nonlocal seen
-        state = read_state(storage)
-        for record in state.phases[seen:]:
+        try:
+            phases = read_state(storage).phases[seen:]
+        except (RunError, StorageError) as error:
+            return str(error)
+        for record in phases:
             seen += 1
-            on_phase(record)
+            calls.submit(on_phase, record).add_done_callback(_log_failed_call)
+        return ""
 
-    try:
-        with repeating(report, POLL_S, "raycl-phases"):
-            yield
-    finally:
-        report()
+    with ThreadPoolExecutor(1, "raycl-phases") as calls:
+        try:
+            with repeating(report, POLL_S, "raycl-watch"):  # the next call reads again what this one could not
+                yield
+        finally:
+            if problem := report():
+                log.warning("on_phase was not called for phases after the first %d: %s", seen, problem)
+
+
+def _log_failed_call(call: Future[None]) -> None:
+    if (error := call.exception()) is not None:
+        log.error("on_phase failed: %s: %s; the run continues", type(error).__name__, error, exc_info=error)
 
 
 def _stream(stream: str | Sequence[Task] | Mapping[str, Any], directory: Storage) -> Tree:

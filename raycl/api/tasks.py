@@ -29,11 +29,13 @@ class InMemoryTask:
 
     Attributes:
         rows: split -> rows of `text` and `label`. settings: settings of `stream.tasks`.
+        uses_dev: the dev rows are used without `stream.dev=file` too.
     """
 
     name: str
     rows: Mapping[str, list[dict[str, Any]]]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    uses_dev: bool = False
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{split}: {counted(len(rows), 'row')}" for split, rows in self.rows.items())
@@ -52,7 +54,8 @@ class InMemoryTask:
         for name, data in files.items():
             if not folder.exists(name):
                 folder.write(name, data)
-        return {"name": self.name, "path": folder.address, **self.settings}
+        dev = {"dev": folder.sub("dev.jsonl").address} if self.uses_dev else {}
+        return {"name": self.name, "path": folder.address, **dev, **self.settings}
 
 
 Rows = Any
@@ -79,7 +82,8 @@ def task(
             or a name on the hub (`hf://fancyzhx/ag_news`), as `path` of `stream.tasks`; or a `DatasetDict` (any
             mapping) of `train`, `test` and maybe `dev`, which may be called validation, val or eval.
         test: Rows to test on.
-        dev: Rows to choose settings on, or a file of them beside a path in train; None: a part of train.
+        dev: Rows to choose settings on, or a file of them beside a path in train; None: a part of train, or with
+            `stream.dev=file` the dev rows beside it.
         text: Name of the column of texts.
         label: Name of the column of labels or answers.
         group: The column that `stream.group` names, which is kept with the rows.
@@ -95,9 +99,11 @@ def task(
         {'text': 'body', 'label': 'label'}
     """
     check_name(name)  # rows are written to a folder of this name
+    uses_dev = dev is not None
     if test is None and isinstance(train, Mapping) and {"train", "test"} <= train.keys():
         others = {split: named_in(split, train) for split in ("train", "test", "dev")}
-        train, test, dev = (None if known is None else train[known] for known in others.values())
+        train, test, beside = (None if known is None else train[known] for known in others.values())
+        dev = beside if dev is None else dev
     given = {"train": train, "test": test, "dev": dev}
     there = {split: rows for split, rows in given.items() if rows is not None}
     files = {split for split, rows in there.items() if isinstance(rows, str | PathLike)}
@@ -118,7 +124,7 @@ def task(
     if names is not None:
         settings = {"labels": names, **settings}
     saved = {split: _rows(name, split, rows, text, label, group) for split, rows in there.items()}
-    return InMemoryTask(name, saved, settings)
+    return InMemoryTask(name, saved, settings, uses_dev)
 
 
 def _rows(name: str, split: str, rows: Rows, text: str, label: str, group: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ LOGS = "log"
 
 
 @contextmanager
-def repeating(work: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
+def repeating(work: Callable[[], object], every_s: float, name: str) -> Iterator[None]:
     """Call `work` every so many seconds while this is open.
 
     Args:

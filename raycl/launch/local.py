@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -21,7 +22,7 @@ from raycl.training.definition.job import Resources, TrainingJob
 from raycl.training.definition.settings import LaunchConfig
 from raycl.training.records.tensor_objects import SharedReader
 from raycl.training.workers.distributed import DistributedContext
-from raycl.training.workers.memory import forget_peak, return_freed_memory
+from raycl.training.workers.memory import forget_peak, gpus_in_use, return_freed_memory
 
 if TYPE_CHECKING:
     from raycl.launch.driver import RunOptions
@@ -112,11 +113,13 @@ def available_cpus() -> int:
 @contextmanager
 def in_process_worker() -> Iterator[None]:
     """Run a worker inside another process; on exit its changes are reverted and its memory is freed."""
-    threads = torch.get_num_threads()
+    threads, state = torch.get_num_threads(), random.getstate()
     forget_peak()
     try:
-        yield
+        with torch.random.fork_rng(gpus_in_use()):
+            yield
     finally:
+        random.setstate(state)
         torch.set_num_threads(threads)
         return_freed_memory()
         torch.cuda.empty_cache()

@@ -5,17 +5,23 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
+import logging
+import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny import Lab
 
 import raycl
 from raycl import api
 from raycl.api import runs
-from raycl.errors import ConfigError, ResumeError
+from raycl.errors import ConfigError, ResumeError, RunError, UnreachableError
 from raycl.launch.prepared_run import Prepared
 from raycl.storage import Storage
 from raycl.training.records.journal import read_state
@@ -32,6 +38,7 @@ QUICK: dict[str, Any] = {"quiet": True, "launch": {"mode": "local", "cpus_per_wo
 def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     settings = lab.tree("bert", "slm")
     phases: list[str] = []
+    state, draws = random.getstate(), torch.get_rng_state()
     trained = raycl.train(
         {**settings["stream"], "tasks": [raycl.task("heat", TRAIN, TEST), lab.tasks[0]]},
         settings["method"],
@@ -42,6 +49,7 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         on_phase=lambda record: phases.append(record["times"]["phase"]),
         **QUICK,
     )
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), draws)
     assert trained.tasks == phases == ["heat", "colour"]
     assert trained.matrix.shape == (2, 2) and np.isnan(trained.matrix[0, 1]) and not np.isnan(trained.matrix[1]).any()
     assert trained.metrics["ap"] == pytest.approx(trained.matrix[1].mean()) and "after colour" in str(trained)
@@ -52,6 +60,9 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         answers = model.predict(texts)
         assert model.generate(texts[0]) == [answers[0].text] == [item.text for item in model.stream(texts[:1])]
         assert model.route(texts) == [pytest.approx(dict(answer.tasks)) for answer in answers]
+        late = iter(model.stream(texts))
+    with pytest.raises(RunError, match="this model is closed: load it again"):
+        next(late)
     again = raycl.Run(trained.folder)
     assert np.array_equal(again.matrix, trained.matrix, equal_nan=True) and again.bank == trained.bank
 
@@ -71,6 +82,68 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 
 
+def test_on_phase_fails_and_the_store_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of a call is logged and the next calls come; a store that does not answer is asked again."""
+    done: list[str] = []
+    looks, called = iter(range(1000)), {name: threading.Event() for name in ("one", "two", "three")}
+    threads: list[threading.Thread] = []
+
+    def read(storage: object) -> SimpleNamespace:
+        if next(looks) in (1, 3):
+            raise UnreachableError("cannot list the journal")
+        return SimpleNamespace(phases=list(done))
+
+    def on_phase(name: str) -> None:
+        threads.append(threading.current_thread())
+        called[name].set()
+        if name == "one":
+            raise ValueError("no such chart")
+
+    monkeypatch.setattr(runs, "read_state", read)
+    monkeypatch.setattr(runs, "POLL_S", 0.001)
+    with runs._watched(Storage.at("."), on_phase):
+        for name in ("one", "two"):
+            done.append(name)
+            assert called[name].wait(10)
+        done.append("three")
+    assert called["three"].is_set() and len(threads) == 3 and len({*threads}) == 1
+    assert threads[0] is not threading.main_thread()
+    (said,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert said.getMessage() == "on_phase failed: ValueError: no such chart; the run continues" and said.exc_info
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_call_leaves_logging_as_it_was(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A quiet call after one that was not says errors alone, or what the caller's own logging takes."""
+    log, taken = logging.getLogger("raycl"), list[str]()
+    own = logging.NullHandler()
+    monkeypatch.setattr(own, "handle", lambda record: taken.append(record.getMessage()))
+    monkeypatch.setattr(log, "handlers", [own] if is_own else [])
+    monkeypatch.setattr(log, "propagate", is_own)
+
+    def prepare() -> SimpleNamespace:
+        log.info("a line")
+        log.warning("a warning")
+        return SimpleNamespace(storage=Storage.at("."))
+
+    def train(prepared: object, options: object) -> None:
+        log.error("an error")
+
+    monkeypatch.setattr(runs.driver, "train", train)
+    monkeypatch.setattr(runs, "Run", lambda address: address)
+    said = []
+    for quiet in (False, True):
+        runs._trained(prepare, None, quiet)
+        assert (log.handlers, log.propagate, log.level) == ([own] if is_own else [], is_own, logging.NOTSET)
+        said.append(capsys.readouterr().err)
+    assert said == ["a line\na warning\nan error\n", "" if is_own else "an error\n"]
+    assert taken == (["a warning", "an error"] if is_own else [])
+
+
 @pytest.fixture
 def quick_runs(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`raycl.train` trains a tiny backbone on few rows, in this process and the folder of the test."""
@@ -86,8 +159,8 @@ def quick_runs(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(raycl, "train", quick)
     trained = runs._trained
 
-    def quickly(prepared: Prepared, on_phase: Any = None, quiet: bool = True) -> raycl.Run:
-        return trained(prepared, on_phase, True)
+    def quickly(prepare: Callable[[], Prepared], on_phase: Any = None, quiet: bool = True) -> raycl.Run:
+        return trained(prepare, on_phase, True)
 
     monkeypatch.setattr(runs, "_trained", quickly)
 

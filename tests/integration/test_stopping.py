@@ -8,7 +8,7 @@ import pytest
 import torch
 from at_step import At
 from axes import sampled
-from tiny import Complete, exported, matrix, run, trace
+from tiny import Complete, Lab, exported, matrix, run, trace
 
 from raycl.bank import Bank
 from raycl.operations.banks.maintenance import verify
@@ -108,3 +108,19 @@ def test_other_engines_stop_too(complete: Complete, tmp_path: Path, engine: str)
     assert read_state(storage).checkpoints[-1].startswith("phase001-step0000003")
     run(done.config, storage)
     assert (trace(storage), matrix(storage)) == (trace(done.storage), matrix(done.storage))
+
+
+def test_a_run_that_dies_while_a_task_is_tracked_tracks_it_again(lab: Lab, tmp_path: Path) -> None:
+    """Its numbers are sent before the journal has the task: after a crash they repeat, and are never missing."""
+    config, storage, rows = lab.config("bert", "lora"), Storage.at(tmp_path), list[int]()
+
+    class Follower(At):
+        def table(self, task: int, name: str, columns: object, values: object) -> None:
+            rows.append(task)
+            if rows == [1]:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, storage, sink=Follower(0, lambda: None))
+    run(config, storage, sink=Follower(0, lambda: None))
+    assert rows == [1, 1, 2]

@@ -12,6 +12,9 @@ import pandas
 import pytest
 
 import raycl
+from raycl.config import validate
+from raycl.data.settings import StreamConfig
+from raycl.data.stream import open_stream
 from raycl.errors import BankError, ConfigError, DataError
 from raycl.storage import Storage
 
@@ -86,6 +89,22 @@ def test_files_stay_where_they_are() -> None:
         "definition": "Name the colour.",
         "columns": {"text": "body", "label": "label"},
     }
+    assert raycl.task("mine", "a.csv", dev="c.csv") == {"name": "mine", "path": "a.csv", "dev": "c.csv"}
+
+
+def test_dev_rows_that_are_given_are_used(tmp_path: Path) -> None:
+    """Those that only come with a dataset need `stream.dev=file`: they often equal its test rows."""
+    dev, both = [("the lake", "blue")], {"train": PAIRS * 8, "test": PAIRS}
+    for task, used in (
+        (raycl.task("mine", PAIRS * 8, PAIRS, dev), True),
+        (raycl.task("mine", {**both, "validation": PAIRS}, dev=dev), True),
+        (raycl.task("mine", {**both, "validation": dev}), False),
+    ):
+        spec = task.saved(Storage.at(tmp_path))
+        config = validate(StreamConfig, {"tasks": [spec], "cache_dir": str(tmp_path / "cache")})
+        stream = open_stream(config, 0)
+        source = stream.source(stream.tasks[0], "dev")
+        assert (source is not None and source.count == 1) == used
 
 
 def test_classes_conversations_and_datasets_on_disk(tmp_path: Path) -> None:

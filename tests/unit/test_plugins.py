@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -274,6 +276,18 @@ def test_an_order_has_the_name_that_it_is_installed_under(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(folder))
     with pytest.raises(PluginError, match=r"order 'b' of package 'orders-pkg' 0.0 is a benchmark of the name 'a'"):
         find("b")
+
+
+def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `pip install` in a cell of a notebook does it, and `pip uninstall`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert plugins.find("method", "late") is None
+    write_package(tmp_path, "late-pkg", {"method": {"late": "late_pkg:Late"}})
+    os.utime(tmp_path, ns=(0, 1))  # the clock of a file system may not have gone on
+    assert plugins.find("method", "late") is not None
+    shutil.rmtree(tmp_path / "late_pkg-0.0.dist-info")
+    os.utime(tmp_path, ns=(0, 2))
+    assert plugins.find("method", "late") is None
 
 
 def test_built_in_names_read_no_entry_points(fork_server: ForkServer, tmp_path: Path) -> None:

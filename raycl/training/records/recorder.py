@@ -239,6 +239,8 @@ class Recorder:
     def phase(self, phase: Phase, record: dict[str, Any]) -> bool:
         """Record a trained and evaluated phase, and return whether to continue."""
         self.state = replace(self.state, phases=[*self.state.phases, record])  # the journal has a state of its own
+        if self.listeners.trackers:  # before the journal: a phase that it has is not tracked again after a crash
+            self._track(record)
         if self.journal is not None:
             self.journal.phase_done(record)
             self.storage.write_json("results.json", hashed(self.results()))
@@ -248,8 +250,6 @@ class Recorder:
             moved = times["step_bytes"] / 2**20
             between = f", {moved:.3g} MiB a step between workers" if moved else ""
             log.info("    trained %s, evaluated %s%s", clock(times["train_s"]), clock(times["eval_s"]), between)
-        if self.listeners.trackers:
-            self._track(record)
         on_phase = self.listeners.on_phase
         return on_phase is None or on_phase(record) is not False
 
@@ -278,8 +278,8 @@ class Recorder:
                     tracker.picture(done, "matrix_picture", picture)
 
     def results(self) -> dict[str, Any]:
-        """Return the result tree so far, from the journal."""
-        context, state = self.context, read_state(self.storage)
+        """Return the result tree so far, from the journal and, where it does not have it yet, the newest phase."""
+        context, state = self.context, replace(read_state(self.storage), phases=self.state.phases)
         return build_results(context.info, context.stream, context.phases, state)
 
 

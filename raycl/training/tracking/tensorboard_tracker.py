@@ -1,4 +1,4 @@
-"""TensorBoard: event files below the run's folder. The only place that imports it."""
+"""TensorBoard: event files below the run's folder, or in a folder of each run. The only place that imports it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +10,9 @@ from torch.utils.tensorboard import SummaryWriter
 from raycl.config import tree_to_yaml
 from raycl.training.tracking.trackers import Axis, Cell, TrackedRun
 
+ERRORS = (OSError,)
+"""What it raises where its disk fails."""
+
 
 class TensorBoardTracker:
     """One event file per attempt in the folders `step` and `task`: numbers over steps, and those after each task.
@@ -19,6 +22,8 @@ class TensorBoardTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         self._folder = run.local(f"{run.folder}/tensorboard")
+        if run.directory:  # other runs may write there, and a file hides the later points of older ones in its folder
+            self._folder /= run.own_name
         self._config = f"```\n{tree_to_yaml(run.tree)}\n```"
         self._writers: dict[Axis, SummaryWriter] = {}
 

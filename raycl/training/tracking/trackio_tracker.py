@@ -7,24 +7,32 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from contextvars import Context
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub.constants import HF_HOME
+
+from raycl.errors import ConfigError
 from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
+
+ERRORS = (OSError, RuntimeError)
+"""What it raises where its disk fails, or its server; most of its errors it prints itself."""
 
 
 class TrackioTracker:
-    """One Trackio run."""
+    """One Trackio run.
+
+    It has a context of its own, where Trackio keeps the current run: `init` would end one that the user has open.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
-        if run.directory:
-            os.environ["TRACKIO_DIR"] = str(run.local(run.directory))  # read at its import, and by its own processes
-        import trackio
-
-        self._trackio = trackio
+        self._trackio, self._context = _library(run), Context()
         with redirect_stdout(sys.stderr):  # it greets on standard output
-            self._run = trackio.init(
+            self._run = self._context.run(
+                self._trackio.init,
                 project=run.project or PROJECT,
-                name=run.name,
+                name=run.own_name,
                 group=run.group,
                 config=run.tree,
                 resume="allow",
@@ -45,4 +53,29 @@ class TrackioTracker:
 
     def close(self, failed: bool = False) -> None:
         with redirect_stdout(sys.stderr):
-            self._trackio.finish()
+            self._context.run(self._trackio.finish)
+
+
+def _library(run: TrackedRun) -> Any:
+    """Import Trackio, which reads its folder from the environment once in a process.
+
+    Raises:
+        ConfigError: it has read another folder before.
+    """
+    before = os.environ.get("TRACKIO_DIR")
+    folder = str(run.local(run.directory)) if run.directory else before or f"{HF_HOME}/trackio"
+    os.environ["TRACKIO_DIR"] = folder
+    try:
+        import trackio
+    finally:
+        if before is None:
+            del os.environ["TRACKIO_DIR"]
+        else:
+            os.environ["TRACKIO_DIR"] = before
+    if Path(folder) != trackio.utils.TRACKIO_DIR:
+        raise ConfigError(
+            f"tracking.tracker 'trackio' cannot write to '{folder}', since it writes to '{trackio.utils.TRACKIO_DIR}' "
+            "in this process already: expected the same tracking.directory in all runs of a process, train this run "
+            "in another one"
+        )
+    return trackio

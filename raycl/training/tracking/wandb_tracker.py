@@ -1,6 +1,6 @@
 """Weights & Biases. The only place that imports it.
 
-Resuming: the wandb run id is derived from project and run name, so the same name is the same wandb run. Steps are
+Resuming: the wandb run id is derived from project and folder, so the same folder is the same wandb run. Steps are
 logged as a number of their own and made the x-axis, because wandb drops points whose own step counter goes back.
 """
 
@@ -18,6 +18,9 @@ from raycl.errors import ConfigError
 from raycl.training.tracking.trackers import PROJECT, Axis, Cell, TrackedRun
 
 log: logging.Logger = logging.getLogger("raycl")
+
+ERRORS = (wandb.errors.Error, OSError)
+"""What it raises where its server fails, or its own process, which it reaches through a socket."""
 
 
 class WandbTracker:
@@ -40,6 +43,7 @@ class WandbTracker:
                 config=run.tree,
                 mode=mode,
                 resume="allow",
+                reinit="create_new",  # by default it would return a run that the user has open in this process
                 allow_val_change=True,
                 settings=wandb.Settings(console="off"),
             )

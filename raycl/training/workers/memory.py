@@ -21,10 +21,15 @@ def peak_memory_mb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
+def gpus_in_use() -> range:
+    """Return the GPUs, or none where they are seen and not used yet: to ask one for anything would make a context."""
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if is_used else 0)
+
+
 def forget_peak() -> None:
     """Reset the peak; where the system cannot, the peak counts from the start of the process."""
-    # where a GPU is seen and not used, to ask would make a context
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if gpus_in_use():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

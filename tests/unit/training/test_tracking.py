@@ -98,10 +98,16 @@ def test_a_run_on_remote_storage_needs_a_local_folder() -> None:
         open_trackers(TrackingConfig(tracker=["tensorboard"]), "run", {}, "s3://bucket/run")
 
 
-def test_the_same_name_is_the_same_run() -> None:
-    a, b = (TrackedRun(name, {}, None, None, None, "") for name in "ab")
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write to '.*/file/x': Not a directory; .*set tracking\.directory"):
+        opened(tmp_path, "tensorboard", directory=str(tmp_path / "file/x"))
+
+
+def test_the_same_folder_is_the_same_run_and_a_namesake_elsewhere_is_not() -> None:
+    a, b = (TrackedRun("long-C", {}, None, None, None, folder) for folder in ("/ann/runs/long-C", "/bob/runs/long-C"))
     assert a.id_in("raycl") == replace(a).id_in("raycl") != b.id_in("raycl")
-    assert a.id_in("raycl") != a.id_in("other")
+    assert a.id_in("raycl") != a.id_in("other") and a.own_name != b.own_name
 
 
 def opened(folder: Path, *names: str, **settings: str) -> list[Tracker]:
@@ -121,6 +127,66 @@ def log_everything(trackers: list[Tracker], folder: Path) -> None:
         tracker.table(1, "matrix", ["after", "news|old", "film"], [["news|old", 90.125, None]])
         tracker.picture(1, "matrix_picture", picture)
         tracker.close()
+
+
+class Failing:
+    """A tracker whose server is away: each call first waits for it."""
+
+    def __init__(self) -> None:
+        self.now_s, self.calls = 0.0, list[str]()
+
+    def _fail(self, call: str, error: Exception) -> None:
+        self.calls.append(call)
+        self.now_s += 10.0
+        raise error
+
+    def log(self, axis: str, at: int, metrics: dict[str, float]) -> None:
+        self._fail(f"{axis} {at}", OSError("no\nanswer"))
+
+    def table(self, *what: object) -> None:
+        self._fail("table", OSError("no answer"))
+
+    def picture(self, *what: object) -> None:
+        self._fail("picture", ZeroDivisionError())
+
+    def close(self, failed: bool = False) -> None:
+        self._fail("close", OSError("no answer"))
+
+
+def test_an_error_of_a_tracker_is_a_warning_and_costs_a_tenth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing()
+    monkeypatch.setattr(trackers.time, "monotonic", lambda: failing.now_s)
+    tracker = trackers.CheckedTracker("mlflow", failing, (OSError,))
+    for step in range(200):
+        tracker.log("step", step, {"train/loss": 1.0})
+        failing.now_s += 1.0
+    assert failing.calls == ["step 0", "step 90", "step 180"]
+    tracker.log("task", 1, {"cl/AP": 90.0})
+    tracker.table(1, "matrix", [], [])
+    tracker.close()
+    assert failing.calls[3:] == ["task 1", "close"]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("tracker mlflow failed: OSError: no answer; training continues")
+    with pytest.raises(ZeroDivisionError):  # a mistake, not an error of its library
+        failing.now_s += 1000.0
+        tracker.picture(1, "matrix_picture", Path())
+
+
+def test_trackers_are_closed_when_another_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    first = SimpleNamespace(close=lambda failed: closed.append(failed))
+
+    def start(name: str, run: TrackedRun) -> object:
+        if name == "wandb":
+            return first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trackers, "_open", start)
+    with pytest.raises(KeyboardInterrupt):
+        opened(tmp_path, "wandb", "mlflow")
+    assert closed == [True]
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
@@ -154,6 +220,16 @@ def test_tensorboard_curves_go_on_after_a_resume(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events(tmp_path, "task").Scalars("cl/AP")] == [(3, 0.0), (4, 10.0)]
 
 
+def test_runs_that_share_a_folder_of_tensorboard_do_not_hide_each_other(tmp_path: Path) -> None:
+    for folder in ("ann", "bob"):
+        (tracker,) = opened(tmp_path / folder, "tensorboard", directory=str(tmp_path / "tensorboard"))
+        tracker.log("step", 1, {"train/loss": 1.0})
+        tracker.close()
+    found = sorted(file.parent.relative_to(tmp_path / "tensorboard") for file in tmp_path.rglob("*tfevents*"))
+    assert len(found) == 2 and all(str(name).startswith("run-") and name.name == "step" for name in found)
+    assert [len(events(tmp_path, str(name)).Scalars("train/loss")) for name in found] == [1, 1]
+
+
 def events(folder: Path, axis: str) -> EventAccumulator:
     """Return TensorBoard's own reading of its files."""
     found = EventAccumulator(str(folder / "tensorboard" / axis))
@@ -175,13 +251,17 @@ def test_mlflow_reads_back_what_was_logged_and_continues_the_run(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "papers")
     run_folder = tmp_path / "run"
     log_everything(opened(run_folder, "mlflow", group="g"), tmp_path)
-    (again,) = opened(run_folder, "mlflow")
+    settings = {"method": {"name": "sapt"}, "stream": {"metric_by_task": {"mails (new)": "f1"}}}
+    (again,) = open_trackers(TrackingConfig(tracker=["mlflow"]), "run", settings, str(run_folder))
     again.log("step", 4, {"train/loss": 0.25})
+    again.log("task", 1, {"eval/mails (new)/f1": 50.0, "eval/größe/../f1": 60.0})
+    again.table(1, "matrix", ["after", "news|old", "film"], [["news|old", 90.125, None]])
     again.close(failed=True)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
     assert run.info.run_name == "run" and run.info.status == "FAILED" and run.data.tags["raycl.group"] == "g"
-    assert run.data.params == {"method.name": "sapt"}
+    assert run.data.params == {"method.name": "sapt", "stream.metric_by_task.mails _28_new_29_": "f1"}
+    assert (run.data.metrics["eval/mails _28_new_29_/f1"], run.data.metrics["eval/größe/f1"]) == (50.0, 60.0)
     losses = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, round(point.value, 2)) for point in losses] == [(1, 1.0), (2, 0.5), (3, 0.33), (4, 0.25)]
     assert client.get_metric_history(run.info.run_id, "cl/F.Ra")[0].step == 1
@@ -189,6 +269,11 @@ def test_mlflow_reads_back_what_was_logged_and_continues_the_run(
     assert table == {"columns": ["after", "news|old", "film"], "data": [["news|old", 90.125, None]]}
     artifacts = {item.path for item in client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "matrix.png", "matrix-001.json"}
+    client.delete_experiment(run.info.experiment_id)
+    with pytest.raises(
+        ConfigError, match=r"in experiment 'papers' at .*is deleted: .*set tracking\.project to another one"
+    ):
+        opened(run_folder, "mlflow")
 
 
 def test_a_store_of_mlflow_that_does_not_open_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,9 +287,16 @@ def test_trackio_reads_back_what_was_logged_and_continues_the_run(
 ) -> None:
     store = tmp_path / "store"
     log_everything(opened(tmp_path, "trackio", group="g", directory=str(store)), tmp_path)
+    import trackio
+
     (again,) = opened(tmp_path, "trackio", directory=str(store))
+    assert trackio.context_vars.current_run.get() is None  # `trackio.log` of the user does not write to the run
     again.log("step", 4, {"train/loss": 0.25})
     again.close()
+    for elsewhere in ({}, {"directory": str(tmp_path / "other")}):
+        with pytest.raises(ConfigError, match=rf"since it writes to '{store}' in this process already"):
+            opened(tmp_path, "trackio", **elsewhere)
+    assert "TRACKIO_DIR" not in os.environ
     assert capsys.readouterr().out == ""
     with closing(sqlite3.connect(store / "raycl.db")) as database:
         rows = [
@@ -212,7 +304,7 @@ def test_trackio_reads_back_what_was_logged_and_continues_the_run(
             for name, step, text in database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id")
         ]
         ((settings,),) = database.execute("SELECT config FROM configs")
-    assert {name for name, _, _ in rows} == {"run"}
+    assert {name for name, _, _ in rows} == {TrackedRun("run", {}, None, None, None, str(tmp_path)).own_name}
     losses = [(step, round(row["train/loss"], 2)) for _, step, row in rows if "train/loss" in row]
     assert losses == [(1, 1.0), (2, 0.5), (3, 0.33), (4, 0.25)]
     assert [step for _, step, row in rows if row.get("cl/F.Ra") == 2.5] == [1]
@@ -243,7 +335,7 @@ def test_wandb_reads_back_what_was_logged(
     (run,) = (record.run for record in records if record.HasField("run"))
     assert (run.project, run.entity, run.run_group, run.display_name) == ("papers", "lab", "written", "mine")
     assert list(run.tags) == ["a", "b"] and run.notes == "n"
-    assert run.run_id == TrackedRun("run", {}, None, None, None, "").id_in("papers")
+    assert run.run_id == TrackedRun("run", {}, None, None, None, str(tmp_path)).id_in("papers")
     assert {item.key: item.value_json for item in run.config.update}["method"] == '{"name":"sapt"}'
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.metric.glob_name}
     assert axes == {"train/*": "step", "eval/*": "task", "cl/*": "task"}
@@ -258,20 +350,24 @@ def test_wandb_reads_back_what_was_logged(
     assert files == {".json", ".png"}
 
 
-def test_wandb_is_below_the_run_and_in_the_project_of_the_settings(
+def test_wandb_has_a_run_of_its_own_below_the_run_in_the_project_of_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "papers")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
-    (tracker,) = opened(tmp_path, "wandb", project="mine")
-    tracker.log("step", 5, {"train/loss": 1.0})
-    tracker.log("step", 3, {"train/loss": 2.0})  # after a resume steps may go back
-    tracker.close()
+    (tmp_path / "notebook").mkdir()
+    with wandb.init(project="notebooks", dir=str(tmp_path / "notebook")) as notebook:  # an open run of the user's own
+        (tracker,) = opened(tmp_path, "wandb", project="mine")
+        tracker.log("step", 5, {"train/loss": 1.0})
+        tracker.log("step", 3, {"train/loss": 2.0})  # after a resume steps may go back
+        tracker.close()
+        notebook.log({"x": 1})
     (run_file,) = (tmp_path / "wandb").rglob("*.wandb")
     records = read_wandb(run_file)
     assert [record.run.project for record in records if record.HasField("run")] == ["mine"]
     assert sum(record.HasField("history") for record in records) == 2
-    assert TrackedRun("run", {}, None, None, None, "").id_in("mine") in run_file.name
+    assert TrackedRun("run", {}, None, None, None, str(tmp_path)).id_in("mine") in run_file.name
 
 
 def read_wandb(file: Path) -> list[wandb_internal_pb2.Record]:
