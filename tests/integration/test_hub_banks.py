@@ -17,6 +17,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.state import fold
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
+from raycl.bank.pruning import record_removal
 from raycl.cli import main
 from raycl.cli.commands import parsed
 from raycl.errors import BankError
@@ -24,6 +25,7 @@ from raycl.operations.banks.hub import CardFields, bank_card, push
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.sample_listing import stored_samples
 from raycl.serve.settings import at_bank, load_serve_config
+from raycl.storage import Storage
 from raycl.storage.records import seal, unseal
 from raycl.training.records.hub import HubAddress, pull, shared, shared_record
 from raycl.training.records.named_bank import snapshot_at
@@ -391,6 +393,11 @@ def test_commands_take_a_bank_of_the_hub(
         assert [path.name for path in (here / folder).iterdir()] == [file]
     assert main.main(["push", bank.storage.uri, "bank"]) == 1
     assert "'hf://bank' names nothing on the hub: expected hf://ORG/NAME" in capsys.readouterr().err
+    for more in ("@dev", "/folder"):
+        assert main.main(["push", bank.storage.uri, f"me/bank{more}"]) == 1
+        assert f"'me/bank{more}' names a folder or a revision" in capsys.readouterr().err
+    assert main.main(["pull", "hf://me/bank/folder", "another"]) == 1
+    assert "hf://me/bank/folder names the folder 'folder', and a bank is a whole repo" in capsys.readouterr().err
     served = parsed("serve", ["hf://me/bank", "port=0"])
     assert (served.bank, served.overrides) == ("hf://me/bank", ["port=0"])
     assert at_bank(load_serve_config(None, [f"bank={served.bank}"])).bank.startswith(str(tmp_path / "cache"))
@@ -401,6 +408,49 @@ def test_commands_take_a_bank_of_the_hub(
     push(other, head_of(other), "main", "me/bank", CardFields())
     with pytest.raises(BankError, match=r"has another 'snapshots/000002\.json': pull hf://me/bank into another folder"):
         pulled(here / "bank")
+
+
+def test_a_commit_of_the_hub_stays_as_it_is(
+    hub: Hub, complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands that change a bank take none of the hub, and a branch of the cache's bank decides nothing."""
+    bank = bank_of(complete, "bert", "slm")
+    commit = push(bank, head_of(bank), "main", "me/bank", CardFields()).commit
+    pinned = f"hf://me/bank@{commit}"
+    for words in (["forget", pinned, "colour"], ["tag", pinned, "first"], ["prune", pinned]):
+        assert main.main(["bank", *words]) == 1
+        expected = (
+            f"`raycl bank {words[0]}` changes a bank, and '{pinned}' is a commit of the hub, which stays as it is"
+        )
+        assert expected in capsys.readouterr().err
+    there, snapshot = snapshot_at(pinned)
+    assert main.main(["bank", "forget", there.storage.uri, "colour", "--without-scores"]) == 0
+    assert head_of(there).number != snapshot.number, "the bank in the cache was changed by its folder"
+    assert snapshot_at(pinned)[1] == snapshot
+    assert main.main(["bank", "log", pinned]) == 0
+    served = at_bank(load_serve_config(None, [f"bank={pinned}"]))
+    assert (served.snapshot, served.follow.enabled) == (snapshot.number, False)
+
+
+def test_a_pull_may_come_second_while_it_writes(
+    hub: Hub, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that open an address for the first time write the same records."""
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    with monkeypatch.context() as patch:
+
+        def read(storage: Storage, name: str, most: int | None = None) -> bytes:
+            patch.undo()
+            pulled(tmp_path / "pulled")
+            return storage.read(name, most)
+
+        def meanwhile(*given: Any) -> None:
+            record_removal(*given)
+            patch.setattr(Storage, "read", read)
+
+        patch.setattr("raycl.training.records.hub.record_removal", meanwhile)
+        assert head_of(pulled(tmp_path / "pulled")).sha256 == shared(head_of(bank)).sha256
 
 
 def test_a_later_pull_moves_the_branch_on_unless_something_else_is_on_it(

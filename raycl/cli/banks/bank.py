@@ -9,7 +9,7 @@ import argparse
 
 from raycl.cli.commands import add_output, log_to_stderr, show
 
-BANK_HELP = "folder or URI of the bank, or of the run that publishes to it, or hf://ORG/NAME[@REVISION]"
+BANK_HELP = "folder or URI of the bank, or of the run that publishes to it; to read, also hf://ORG/NAME[@REVISION]"
 REFERENCE = "branch, tag, latest, snapshot's number or hash"
 REFERENCE_HELP = f"{BANK_HELP}; REF: {REFERENCE} (default: main, or the run's branch)"
 

@@ -25,16 +25,16 @@ PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
 
 
 def find_bank(address: str) -> tuple[Bank, str] | None:
-    """Return the bank at a path or URI, or of the run there, and the branch that is meant where none is named; None:
-    neither.
+    """Return the bank at a path or URI, or of the run there, and the reference that is meant where none is given: a
+    branch, or the number of the snapshot that a commit of the hub holds; None: neither.
 
     Raises:
         ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
         BankError: a bank on the hub cannot be pulled.
     """
     if on_hub(address):
-        bank, _, branch = cached(address)
-        return bank, branch
+        bank, snapshot = cached(address)
+        return bank, str(snapshot.number)  # branches of the cache's bank could be moved, the commit stays as it is
     storage = Storage.at(address)
     if any(storage.exists(name) for name in PARTS):
         return Bank(storage), MAIN
@@ -86,7 +86,7 @@ def split_reference(text: str) -> tuple[str, str]:
 
 
 def bank_and_reference(text: str) -> tuple[Bank, str]:
-    """Return the bank and the reference of `PLACE` or `PLACE@REF`; default: the bank's branch.
+    """Return the bank and the reference of `PLACE` or `PLACE@REF`; default: see `find_bank`.
 
     Raises:
         BankError: there is no such bank.
@@ -97,7 +97,7 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
 
 
 def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
-    """Return the bank and the snapshot that `PLACE` or `PLACE@REF` names; default: the head of the bank's branch.
+    """Return the bank and the snapshot that `PLACE` or `PLACE@REF` names; default: see `find_bank`.
 
     Raises:
         BankError: there is no such bank or snapshot.
