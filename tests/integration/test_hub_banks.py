@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from hub_server import Hub, asked_by_this_process
@@ -15,6 +16,7 @@ from tiny import Complete, Lab, matrix
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import fold
+from raycl.backbone.model_files import hub_client_error
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.bank.pruning import record_removal
@@ -235,6 +237,28 @@ def test_an_interrupted_push_shows_nothing_and_sends_the_rest_when_it_is_repeate
     assert verify(pulled(tmp_path / "pulled")).problems == []
 
 
+def test_a_hub_out_of_reach_is_one_sentence(
+    hub: Hub, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The errors of the client that asks the hub are no OSErrors."""
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+
+    def breaks(*_: object, **__: object) -> None:
+        raise hub_client_error()("connection reset by peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks)
+    with pytest.raises(
+        BankError, match=r"cannot pull hf://me/bank: the connection to the hub failed \(connection reset"
+    ):
+        pulled(tmp_path / "pulled")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        BankError, match=r"cannot push to hf://me/bank: .*refused; expected ORG/NAME that you may write"
+    ):
+        push(bank, head_of(bank), "main", "me/bank", CardFields())
+
+
 def test_an_interrupted_pull_shows_nothing_and_fetches_the_rest_when_it_is_repeated(
     hub: Hub, complete: Complete, tmp_path: Path
 ) -> None:
@@ -338,10 +362,12 @@ def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, tmp_path: Path) -> 
     bank = f"{tmp_path}/bank"
     words = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "me/rows"]
     assert main.main(["push", f"{bank}@1", "me/bank", *words]) == 0
-    (hub.commits["me/bank"][-1] / "picture.png").write_text("theirs")
+    theirs = ("picture.png", "docs/README.md", "data/labels.json", "mine/adapter_model.safetensors")
+    for name in theirs:
+        (hub.commits["me/bank"][-1] / name).parent.mkdir(exist_ok=True)
+        (hub.commits["me/bank"][-1] / name).write_text("theirs")
     assert main.main(["push", bank, "me/bank"]) == 0
     newest = hub.commits["me/bank"][-1]
-    assert (newest / "picture.png").exists()
     assert [file.name for file in newest.glob("raycl/snapshots/*")] == ["000002.json"], (
         "the older one is in the history"
     )
@@ -360,6 +386,10 @@ def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, tmp_path: Path) -> 
     assert head_of(first).number == 1
     again = pulled(tmp_path / "pulled")
     assert head_of(again).number == 2 and verify(again).problems == []
+    assert main.main(["push", f"{bank}@1", "me/bank"]) == 0
+    last = hub.commits["me/bank"][-1]
+    assert {file.parent.name for file in last.glob("*/*.safetensors")} == {names[0], "mine"}
+    assert all((last / name).read_text() == "theirs" for name in theirs)
 
 
 def test_commands_take_a_bank_of_the_hub(

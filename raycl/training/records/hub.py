@@ -2,7 +2,7 @@
 
     README.md                                     the model card
     <task>/adapter_model.safetensors, ...         a task's adapters in PEFT's layout, which plain PEFT loads
-    raycl/hub.json                                the snapshot, its branch, adapter -> its folder, what was left out
+    raycl/hub.json                                the snapshot, its branch, folders of adapters, what was left out
     raycl/snapshots/, adapters/, states/          the bank's records, without folders of the machine that pushed
     raycl/objects/                                tensors that PEFT's layout cannot hold: prompts, bottlenecks, routers
 
@@ -126,6 +126,7 @@ class HubRecord:
         number, sha256: of the snapshot. branch: branch that points at it.
         ancestors: number -> SHA-256 of the snapshots that it descends from, which are not pushed.
         peft: adapter -> its folder, of adapters that are in PEFT's layout bit for bit.
+        folders: all folders in PEFT's layout, which the next push replaces.
         without: files of stored samples that were left out.
     """
 
@@ -134,6 +135,7 @@ class HubRecord:
     branch: BranchName = MAIN
     ancestors: dict[int, Sha256] = field(default_factory=dict)
     peft: dict[Name, Name] = field(default_factory=dict)
+    folders: tuple[Name, ...] = ()
     without: tuple[str, ...] = ()
 
 
