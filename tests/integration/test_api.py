@@ -30,6 +30,7 @@ QUICK: dict[str, Any] = {"quiet": True, "launch": {"mode": "local", "cpus_per_wo
 
 
 def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
+    """Also where the folder's name would be a mapping in YAML, and the branch's name has a slash."""
     settings = lab.tree("bert", "slm")
     phases: list[str] = []
     trained = raycl.train(
@@ -37,7 +38,8 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         settings["method"],
         backbone=settings["backbone"],
         name="first",
-        dir=str(tmp_path),
+        dir=str(tmp_path / "runs: mine"),
+        bank={"branch": "team/mine"},
         train=settings["train"],
         on_phase=lambda record: phases.append(record["times"]["phase"]),
         **QUICK,
@@ -62,6 +64,7 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
     better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="again", quiet=True)
     assert better.tasks == ["colour", "way", "heat"] and better.folder != trained.folder
+    assert Path(better.folder).parent == Path(trained.folder).parent and better.bank.endswith("@team/mine")
     with raycl.load(better.bank) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 

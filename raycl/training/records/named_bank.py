@@ -5,13 +5,13 @@ runs/mine           the bank of that run, and the branch that the run publishes 
 PLACE@REF           of either: a branch, a tag, `latest`, a snapshot's number, or the first digits of its hash
 hf://ORG/NAME@REV   a bank on the Hugging Face hub at a commit, branch or tag there, pulled into the cache first
 
-A REF has no slash, so an @ in a folder's name belongs to the path. Branches with a slash in their name are named by a
-number or hash of their snapshots.
+An @ may be part of a folder's name too: a text that names a bank as it is has no REF, and a REF with a slash, as in
+`runs/mine@team/experiment`, is one if there is a bank in front of it.
 """
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
+from raycl.bank.branches import MAIN, NOT_SERVED, is_branch_name, missing_branch, resolve
 from raycl.config.trust import announce
 from raycl.errors import BankError, some
 from raycl.storage import Storage
@@ -79,9 +79,11 @@ def bank_at(address: str) -> tuple[Bank, str]:
 def split_reference(text: str) -> tuple[str, str]:
     """Return the place and the reference of `PLACE@REF`; "": none is given. A place may have an @ in it too."""
     address, at, reference = text.rpartition("@")
-    if on_hub(text) or not (at and reference) or "/" in reference:
+    has_slash = "/" in reference
+    if on_hub(text) or not (at and reference) or (has_slash and not is_branch_name(reference)):
         return text, ""
-    is_reference = "?" in address or find_bank(text) is None  # behind the query of a URI, which has no @
+    is_reference = "?" in address  # behind the query of a URI, which has no @
+    is_reference = is_reference or (find_bank(text) is None and not (has_slash and find_bank(address) is None))
     return (address, reference) if is_reference else (text, "")
 
 
