@@ -175,9 +175,20 @@ def download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
     except LocalEntryNotFoundError as error:
         why = why or str(error.__cause__ or "the hub does not answer")
         raise OSError(f"it is not on this machine, and {why}") from error
+    except OSError:
+        raise
+    except hub_client_error() as error:
+        raise OSError(f"the connection to the hub failed ({error})") from error
     finally:
         for unit in FETCHED:  # some of its bars are never closed
             report(f"fetching {unit}", 1, 1)
+
+
+def hub_client_error() -> type[Exception]:
+    """Return the error of a connection to the hub that fails, which may be no OSError: a class of the HTTP client that
+    this version of `huggingface_hub` has, httpx or httpx2."""
+    error: type[Exception] = importlib.import_module("huggingface_hub.errors").HTTPError
+    return error
 
 
 @lru_cache(maxsize=1)

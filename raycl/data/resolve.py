@@ -322,7 +322,8 @@ def _task_files(
         return {}, None
     if spec.path.startswith((HUB, SQL)):
         return _hub_files(spec, config), None
-    if spec.path.endswith((*SUFFIXES, ARROW, f".{spec.format}")) and not Path(spec.path).is_dir():
+    file_name = SourceFile.at(spec.path).name.lower()  # without the query of a URI
+    if file_name.endswith((*SUFFIXES, ARROW, f".{spec.format}")) and not Path(spec.path).is_dir():
         return _one_file(spec, config), None
     folder = Storage.at(spec.path)
     named = spec.config is not None or spec.splits != SplitNames()

@@ -162,7 +162,8 @@ def name_at(path: str) -> str:
     if "://" in path or path.startswith(SQL):
         parts = urlsplit(path.removeprefix(SQL))
         last = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname or ""
-        return last.partition("@")[0].removesuffix(next(filter(last.endswith, (*SUFFIXES, *DATABASES)), ""))
+        suffix = next(filter(last.lower().endswith, (*SUFFIXES, *DATABASES)), "")
+        return last.partition("@")[0].removesuffix(last[len(last) - len(suffix) :])
     place = Path(path).expanduser().resolve()
     return place.name if place.is_dir() else place.name.partition(".")[0]
 

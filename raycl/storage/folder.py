@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import parse_qs, quote, urlsplit
@@ -58,6 +59,7 @@ class Storage:
             are encoded.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
         retry_s: how long operations of a store that does not answer are retried, with growing pauses.
+        region: region of an S3 URI that names one (`region`); None: as AWS_* variables say.
     """
 
     uri: str
@@ -65,6 +67,7 @@ class Storage:
     root: str
     endpoint: str | None = None
     retry_s: float = 0.0
+    region: str | None = None
 
     @staticmethod
     def at(uri: str | Path) -> Storage:
@@ -89,15 +92,17 @@ class Storage:
             raise StorageError(
                 f"cannot open '{text}': {error}; expected a path or an s3://, gs:// or hdfs:// URI"
             ) from error
-        return Storage(text.partition("?")[0].rstrip("/"), filesystem, root.rstrip("/"), _endpoint(text))
+        place, region = text.partition("?")[0].rstrip("/"), _query(text).get("region", [None])[0]
+        return Storage(place, filesystem, root.rstrip("/"), _endpoint(text), region=region)
 
     @property
     def address(self) -> str:
         """The address with which `Storage.at` opens this folder in another process."""
-        if self.endpoint is None:
-            return self.uri
-        scheme, _, host = self.endpoint.partition("://")
-        return f"{self.uri}?scheme={scheme}&endpoint_override={host}"
+        query = [f"region={self.region}"] if self.region else []
+        if self.endpoint is not None:
+            scheme, _, host = self.endpoint.partition("://")
+            query += [f"scheme={scheme}", f"endpoint_override={host}"]
+        return f"{self.uri}?{'&'.join(query)}" if query else self.uri
 
     @property
     def is_local(self) -> bool:
@@ -315,7 +320,8 @@ class Storage:
 
             won = self._with_retries("create", name, link)
         elif isinstance(self.filesystem, pafs.S3FileSystem | pafs.GcsFileSystem):
-            put = create_s3 if isinstance(self.filesystem, pafs.S3FileSystem) else create_gs
+            is_s3 = isinstance(self.filesystem, pafs.S3FileSystem)
+            put = partial(create_s3, region=self.region) if is_s3 else create_gs
             bucket, _, key = self.path(name).partition("/")
             writer = uuid.uuid4().hex
             full = self._full(name)
@@ -365,8 +371,12 @@ class Storage:
 
 def _endpoint(uri: str) -> str | None:
     """Return the endpoint_override of an S3 URI, so that pyarrow and boto3 use the same server."""
-    query = parse_qs(urlsplit(uri).query)
+    query = _query(uri)
     if "endpoint_override" not in query:
         return None
     host = query["endpoint_override"][0]
     return host if "://" in host else f"{query.get('scheme', ['https'])[0]}://{host}"
+
+
+def _query(uri: str) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(uri).query)

@@ -19,12 +19,15 @@ S3_ATTEMPTS = 4
 """Attempts of a conditional put to which S3 answers 409, 'another operation is in progress, retry'."""
 
 
-def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str) -> bool:
+def create_s3(
+    bucket: str, key: str, data: bytes, endpoint: str | None, full: str, writer: str, region: str | None
+) -> bool:
     """Put an object unless there is one; False if there is one already.
 
     Args:
         endpoint: address of an S3-compatible server; None for AWS. full: URI for messages.
         writer: the same word at every attempt of one creation, which identifies our own put when its answer was lost.
+        region: of the bucket; None: as AWS_* variables say.
 
     Raises:
         UnreachableError: the store does not answer. StorageError: it cannot be written.
@@ -33,7 +36,7 @@ def create_s3(bucket: str, key: str, data: bytes, endpoint: str | None, full: st
     from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
     try:
-        client = boto3.client("s3", endpoint_url=endpoint)
+        client = boto3.client("s3", endpoint_url=endpoint, region_name=region)
         for attempt in range(1, S3_ATTEMPTS + 1):
             try:
                 client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", Metadata={"writer": writer})

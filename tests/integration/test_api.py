@@ -36,6 +36,7 @@ QUICK: dict[str, Any] = {"quiet": True, "launch": {"mode": "local", "cpus_per_wo
 
 
 def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
+    """Also where the folder's name would be a mapping in YAML, and the branch's name has a slash."""
     settings = lab.tree("bert", "slm")
     phases: list[str] = []
     state, draws = random.getstate(), torch.get_rng_state()
@@ -44,7 +45,8 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
         settings["method"],
         backbone=Path(settings["backbone"]["name"]),
         name="first",
-        dir=tmp_path,
+        dir=tmp_path / "runs: mine",
+        bank={"branch": "team/mine"},
         train=settings["train"],
         on_phase=lambda record: phases.append(record["times"]["phase"]),
         **QUICK,
@@ -77,7 +79,8 @@ def test_train_look_extend_revise_and_answer(lab: Lab, tmp_path: Path) -> None:
     assert longer.tasks == ["heat", "colour", "way"] and longer.folder == trained.folder
     assert np.array_equal(longer.matrix[:2, :2], before, equal_nan=True)
     better = longer.revise(raycl.task("heat", [*TRAIN, ("ice", "cold")], TEST), name="1e3", quiet=True)
-    assert better.tasks == ["colour", "way", "heat"] and Path(better.folder) == tmp_path / "1e3"
+    assert better.tasks == ["colour", "way", "heat"] and Path(better.folder) == tmp_path / "runs: mine" / "1e3"
+    assert better.bank.endswith("@team/mine")
     with raycl.load(Path(better.bank)) as model, raycl.load(f"{better.bank.rpartition('@')[0]}@1") as first:
         assert set(model.tasks) == {"heat", "colour", "way"} and first.tasks == ("heat",)
 

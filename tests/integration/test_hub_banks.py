@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from hub_server import Hub, asked_by_this_process
@@ -16,8 +17,10 @@ from tiny import Complete, Lab, matrix
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.state import fold
+from raycl.backbone.model_files import hub_client_error
 from raycl.bank import Bank
 from raycl.bank.branches import head_of
+from raycl.bank.pruning import record_removal
 from raycl.cli import main
 from raycl.cli.commands import parsed
 from raycl.errors import BankError
@@ -240,6 +243,28 @@ def test_an_interrupted_push_shows_nothing_and_sends_the_rest_when_it_is_repeate
     assert verify(pulled(tmp_path / "pulled")).problems == []
 
 
+def test_a_hub_out_of_reach_is_one_sentence(
+    hub: Hub, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The errors of the client that asks the hub are no OSErrors."""
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+
+    def breaks(*_: object, **__: object) -> None:
+        raise hub_client_error()("connection reset by peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks)
+    with pytest.raises(
+        BankError, match=r"cannot pull hf://me/bank: the connection to the hub failed \(connection reset"
+    ):
+        pulled(tmp_path / "pulled")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        BankError, match=r"cannot push to hf://me/bank: .*refused; expected ORG/NAME that you may write"
+    ):
+        push(bank, head_of(bank), "main", "me/bank", CardFields())
+
+
 def test_an_interrupted_pull_shows_nothing_and_fetches_the_rest_when_it_is_repeated(
     hub: Hub, complete: Complete, tmp_path: Path
 ) -> None:
@@ -343,10 +368,12 @@ def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, learned: Path, tmp_
     bank = str(shutil.copytree(learned / "bank", tmp_path / "bank"))
     words = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "me/rows"]
     assert main.main(["push", f"{bank}@1", "me/bank", *words]) == 0
-    (hub.commits["me/bank"][-1] / "picture.png").write_text("theirs")
+    theirs = ("picture.png", "docs/README.md", "data/labels.json", "mine/adapter_model.safetensors")
+    for name in theirs:
+        (hub.commits["me/bank"][-1] / name).parent.mkdir(exist_ok=True)
+        (hub.commits["me/bank"][-1] / name).write_text("theirs")
     assert main.main(["push", bank, "me/bank"]) == 0
     newest = hub.commits["me/bank"][-1]
-    assert (newest / "picture.png").exists()
     assert [file.name for file in newest.glob("raycl/snapshots/*")] == ["000002.json"], (
         "the older one is in the history"
     )
@@ -365,6 +392,10 @@ def test_the_card_has_what_the_hub_reads(hub: Hub, lab: Lab, learned: Path, tmp_
     assert head_of(first).number == 1
     again = pulled(tmp_path / "pulled")
     assert head_of(again).number == 2 and verify(again).problems == []
+    assert main.main(["push", f"{bank}@1", "me/bank"]) == 0
+    last = hub.commits["me/bank"][-1]
+    assert {file.parent.name for file in last.glob("*/*.safetensors")} == {names[0], "mine"}
+    assert all((last / name).read_text() == "theirs" for name in theirs)
 
 
 def test_commands_take_a_bank_of_the_hub(
@@ -398,6 +429,11 @@ def test_commands_take_a_bank_of_the_hub(
         assert [path.name for path in (here / folder).iterdir()] == [file]
     assert main.main(["push", bank.storage.uri, "bank"]) == 1
     assert "'hf://bank' names nothing on the hub: expected hf://ORG/NAME" in capsys.readouterr().err
+    for more in ("@dev", "/folder"):
+        assert main.main(["push", bank.storage.uri, f"me/bank{more}"]) == 1
+        assert f"'me/bank{more}' names a folder or a revision" in capsys.readouterr().err
+    assert main.main(["pull", "hf://me/bank/folder", "another"]) == 1
+    assert "hf://me/bank/folder names the folder 'folder', and a bank is a whole repo" in capsys.readouterr().err
     served = parsed("serve", ["hf://me/bank", "port=0"])
     assert (served.bank, served.overrides) == ("hf://me/bank", ["port=0"])
     assert at_bank(load_serve_config(None, [f"bank={served.bank}"])).bank.startswith(str(tmp_path / "cache"))
@@ -408,6 +444,49 @@ def test_commands_take_a_bank_of_the_hub(
     push(other, head_of(other), "main", "me/bank", CardFields())
     with pytest.raises(BankError, match=r"has another 'snapshots/000002\.json': pull hf://me/bank into another folder"):
         pulled(here / "bank")
+
+
+def test_a_commit_of_the_hub_stays_as_it_is(
+    hub: Hub, complete: Complete, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands that change a bank take none of the hub, and a branch of the cache's bank decides nothing."""
+    bank = bank_of(complete, "bert", "slm")
+    commit = push(bank, head_of(bank), "main", "me/bank", CardFields()).commit
+    pinned = f"hf://me/bank@{commit}"
+    for words in (["forget", pinned, "colour"], ["tag", pinned, "first"], ["prune", pinned]):
+        assert main.main(["bank", *words]) == 1
+        expected = (
+            f"`raycl bank {words[0]}` changes a bank, and '{pinned}' is a commit of the hub, which stays as it is"
+        )
+        assert expected in capsys.readouterr().err
+    there, snapshot = snapshot_at(pinned)
+    assert main.main(["bank", "forget", there.storage.uri, "colour", "--without-scores"]) == 0
+    assert head_of(there).number != snapshot.number, "the bank in the cache was changed by its folder"
+    assert snapshot_at(pinned)[1] == snapshot
+    assert main.main(["bank", "log", pinned]) == 0
+    served = at_bank(load_serve_config(None, [f"bank={pinned}"]))
+    assert (served.snapshot, served.follow.enabled) == (snapshot.number, False)
+
+
+def test_a_pull_may_come_second_while_it_writes(
+    hub: Hub, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that open an address for the first time write the same records."""
+    bank = bank_of(complete, "bert", "slm")
+    push(bank, head_of(bank), "main", "me/bank", CardFields())
+    with monkeypatch.context() as patch:
+
+        def read(storage: Storage, name: str, most: int | None = None) -> bytes:
+            patch.undo()
+            pulled(tmp_path / "pulled")
+            return storage.read(name, most)
+
+        def meanwhile(*given: Any) -> None:
+            record_removal(*given)
+            patch.setattr(Storage, "read", read)
+
+        patch.setattr("raycl.training.records.hub.record_removal", meanwhile)
+        assert head_of(pulled(tmp_path / "pulled")).sha256 == shared(head_of(bank)).sha256
 
 
 def test_a_later_pull_moves_the_branch_on_unless_something_else_is_on_it(

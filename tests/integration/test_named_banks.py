@@ -53,7 +53,8 @@ def test_a_run_stands_for_its_bank_and_a_folder_may_have_an_at_in_its_name(
     shutil.copytree(address, tmp_path / "me@host" / "bank")
     shared = f"{tmp_path}/me@host/bank"
     Branch(Bank.at(shared), "other").advance(Bank.at(shared).open(1), "a test")
-    for reference, number in ((shared, 2), (f"{shared}@1", 1), (f"{shared}@other", 1)):
+    Branch(Bank.at(shared), "team/other").advance(Bank.at(shared).open(1), "a test")
+    for reference, number in ((shared, 2), (f"{shared}@1", 1), (f"{shared}@other", 1), (f"{shared}@team/other", 1)):
         assert snapshot_at(reference)[1].number == number
     (tmp_path / "of@other").mkdir()
     (tmp_path / "of@other/config.yaml").write_text(f"bank: {{dir: {shared}, branch: other}}\n")

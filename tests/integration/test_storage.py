@@ -287,6 +287,25 @@ def test_the_query_of_a_uri_stays_out_of_names(s3_uri: Callable[[str], str]) -> 
     assert store.endpoint == "http://" + s3_uri("").split("endpoint_override=")[1].split("&")[0]
 
 
+def test_the_region_of_a_uri_is_that_of_every_request(
+    s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyarrow and boto3 sign for it, in other processes too."""
+    store = Storage.at(f"{s3_uri('elsewhere')}&region=eu-west-1").sub("folder")
+    again = Storage.at(store.address)
+    assert again == store and again.filesystem.region == "eu-west-1"
+    regions: list[object] = []
+    client = boto3.client
+
+    def watched(*args: object, **kwargs: object) -> object:
+        regions.append(kwargs["region_name"])
+        return client(*args, **kwargs)
+
+    monkeypatch.setattr(boto3, "client", watched)
+    again.create("file", b"1")
+    assert regions == ["eu-west-1"] and store.read("file") == b"1"
+
+
 def test_a_missing_bucket_and_a_dead_server_are_storage_errors(
     s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

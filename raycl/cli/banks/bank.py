@@ -9,7 +9,7 @@ import argparse
 
 from raycl.cli.commands import add_output, log_to_stderr, show
 
-BANK_HELP = "folder or URI of the bank, or of the run that publishes to it, or hf://ORG/NAME[@REVISION]"
+BANK_HELP = "folder or URI of the bank, or of the run that publishes to it; to read, also hf://ORG/NAME[@REVISION]"
 REFERENCE = "branch, tag, latest, snapshot's number or hash"
 REFERENCE_HELP = f"{BANK_HELP}; REF: {REFERENCE} (default: main, or the run's branch)"
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command("list", "snapshots and adapters, or those of one snapshot", reference=True)
     command("branches", "each branch, the snapshot that it points at, and what moved it there")
     log = command("log", "snapshots of a branch, newest first, with the tasks that each changed", reference=True)
-    log.add_argument("branch", nargs="?", metavar="REF", help="the same, for branches with a slash in their name")
+    log.add_argument("branch", nargs="?", metavar="REF", help="the same as in BANK@REF")
     promoting = command("promote", "move a branch forward to a snapshot")
     promoting.add_argument("branch", metavar="REF", help=REFERENCE)
     promoting.add_argument("--to", metavar="BRANCH", help="default: main")

@@ -32,12 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Push; returns 1 if the user does not want samples to be sent."""
     from raycl.bank.branches import MAIN, branch_names, resolve
+    from raycl.errors import BankError
     from raycl.operations.banks.hub import CardFields, push
     from raycl.training.records.hub import HUB, HubAddress
     from raycl.training.records.named_bank import bank_and_reference
 
     log_to_stderr(options)
-    repository = HubAddress.of(f"{HUB}{options.repository.removeprefix(HUB)}").repository
+    address = HubAddress.of(f"{HUB}{options.repository.removeprefix(HUB)}")
+    repository = address.repository
+    if address != HubAddress(repository):
+        raise BankError(
+            f"'{options.repository}' names a folder or a revision, and a push adds a commit to main of a whole "
+            f"repository: expected ORG/NAME, for example {repository}"
+        )
     bank, reference = bank_and_reference(options.bank)
     snapshot = resolve(bank, reference)
     if options.with_samples and not _agreed(bank, snapshot, options):

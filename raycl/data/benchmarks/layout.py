@@ -131,7 +131,7 @@ def _best(
     for folded in sorted(folders, key=lambda other: other != fold(name)):
         for folder in candidates.get(folded, []):
             if folder.root.endswith(SUFFIXES):
-                file = SourceFile.at(folder.uri)
+                file = SourceFile.at(folder.address)
                 if one_file:
                     return TaskFolder(file.folder, {"train": file})
                 lack = "one file, from which stream.test_fraction takes test rows"

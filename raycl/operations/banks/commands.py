@@ -524,6 +524,9 @@ COMMANDS: dict[str, Callable[[Bank, Namespace], CommandResult]] = {
 WITH_REFERENCE = ("list", "log", "show", "tag", "export", "forget", "fuse")
 """Commands that take `BANK@REF`."""
 
+READING = ("branches", "log", "list", "show", "verify", "export", "diff")
+"""Commands that change no bank, so that they take one of the hub."""
+
 
 def answer(options: Namespace) -> CommandResult:
     """Run a command on the bank that it names; only `import` begins a new one.
@@ -531,6 +534,11 @@ def answer(options: Namespace) -> CommandResult:
     Raises:
         RayclError: there is no such bank, or the command failed.
     """
+    if on_hub(options.bank) and options.command not in READING:
+        raise BankError(
+            f"`raycl bank {options.command}` changes a bank, and '{options.bank}' is a commit of the hub, which stays "
+            f"as it is: pull it into a folder (`raycl pull {options.bank} FOLDER`), and name the folder"
+        )
     place, reference = split_reference(options.bank)
     if reference and options.command not in WITH_REFERENCE:
         if find_bank(place) is not None:

@@ -9,14 +9,13 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from raycl.adapters.card import METADATA, PIPELINES
 from raycl.backbone.codec import capabilities_of
-from raycl.backbone.model_files import published_name
+from raycl.backbone.model_files import hub_client_error, published_name
 from raycl.bank import Bank, Snapshot
 from raycl.bank.bank import info_of
 from raycl.bank.manifest import snapshot_file
@@ -27,7 +26,7 @@ from raycl.operations.banks.sample_listing import samples_in_state
 from raycl.progress import counted_off
 from raycl.routing.routers import router_class
 from raycl.storage import Storage
-from raycl.storage.records import seal
+from raycl.storage.records import read_fields, seal
 from raycl.training.records.hub import (
     FORMAT,
     HEAD,
@@ -35,6 +34,7 @@ from raycl.training.records.hub import (
     RECORD,
     ROOT,
     TENSORS,
+    HubAddress,
     HubRecord,
     cause_of,
     objects_to_pull,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("raycl")
 
-OURS = (f"{ROOT}/*", *(f"*/{name}" for name in (TENSORS, CONFIG, HEAD, LABELS, METADATA, CARD)))
-"""Files of a repository that a push replaces; others stay."""
+FILES = (TENSORS, CONFIG, HEAD, LABELS, METADATA, CARD)
+"""Files of an adapter's folder."""
 
 TOGETHER = 8
 """Files that are sent between two reports of progress."""
@@ -127,19 +127,39 @@ def push(
             additions = [CommitOperationAdd(name, path) for name, path in files.items()]
             for first in counted_off(range(0, len(additions), TOGETHER), "sending files, batches"):
                 api.preupload_lfs_files(repository, additions[first : first + TOGETHER], free_memory=False)
-            old = [name for name in there if name not in files and any(fnmatch(name, ours) for ours in OURS)]
+            old = sorted(_written_before(repository, parent, there) - files.keys())
             done = api.create_commit(
                 repository,
                 [*additions, *(CommitOperationDelete(name) for name in old)],
                 commit_message=f"Snapshot {snapshot.number} ({snapshot.sha256[:12]}): {_listed(snapshot)}",
                 parent_commit=parent,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, hub_client_error()) as error:
             raise BankError(
                 f"cannot push to {HUB}{repository}: {cause_of(error.__cause__ or error)}; expected ORG/NAME that you "
                 "may write to (log in with `hf auth login`); what was sent stays there: try again"
             ) from error
     return replace(pushed, commit=done.oid)
+
+
+def _written_before(repository: str, commit: str | None, there: Collection[str]) -> set[str]:
+    """Return those of a commit's files that a push wrote, which the next one replaces; others are not raycl's.
+
+    Args:
+        there: all files of the commit.
+    """
+    ours = {name for name in there if name.startswith(f"{ROOT}/")}
+    if f"{ROOT}/{RECORD}" in ours:
+        folder = HubAddress(repository, revision=commit).fetch([f"{ROOT}/{RECORD}"])
+        try:
+            record = read_fields(Storage.at(folder / ROOT), RECORD, FORMAT, HubRecord)
+        except StorageError as error:  # this push replaces the record
+            log.warning(
+                "old folders of adapters stay in %s%s, since its record is unreadable: %s", HUB, repository, error
+            )
+        else:
+            ours |= {f"{name}/{file}" for name in record.folders for file in FILES} & set(there)
+    return ours
 
 
 def _sample_files(bank: Bank, snapshot: Snapshot) -> set[str]:
@@ -171,7 +191,10 @@ def _stage(bank: Bank, snapshot: Snapshot, branch: str, without: Sequence[str], 
             ours.write(file, bank.read_object(info, f"snapshot {snapshot.number} ({file})"))
     for file in records_of(snapshot):
         ours.write(file, shared_record(file, bank.storage.read(file)))
-    record = HubRecord(snapshot.number, snapshot.sha256, branch, _ancestors(bank, snapshot), exact, tuple(without))
+    ancestors = _ancestors(bank, snapshot)
+    record = HubRecord(
+        snapshot.number, snapshot.sha256, branch, ancestors, exact, tuple(written), without=tuple(without)
+    )
     ours.write(RECORD, seal({"format": FORMAT, **vars(record)}))
     return Pushed("", written, own)
 

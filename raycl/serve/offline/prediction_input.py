@@ -120,11 +120,11 @@ def files_at(
             sources.append(HubSplit(name, split, config, revision))
             continue
         file, folder = SourceFile.at(address), Storage.at(address)
-        if file.name.endswith(suffixes):
+        if file.name.lower().endswith(suffixes):
             file.require()
             sources.append(file)
             continue
-        names = sorted(name for name in folder.list() if name.endswith(suffixes))
+        names = sorted(name for name in folder.list() if name.lower().endswith(suffixes))
         local = Path(folder.root) if folder.is_local else None
         is_saved = local is not None and any((local / name).is_file() for name in SAVED)
         if local is not None and is_dataset_folder(local) and (config or is_saved or not names):

@@ -2,7 +2,7 @@
 
     README.md                                     the model card
     <task>/adapter_model.safetensors, ...         a task's adapters in PEFT's layout, which plain PEFT loads
-    raycl/hub.json                                the snapshot, its branch, adapter -> its folder, what was left out
+    raycl/hub.json                                the snapshot, its branch, folders of adapters, what was left out
     raycl/snapshots/, adapters/, states/          the bank's records, without folders of the machine that pushed
     raycl/objects/                                tensors that PEFT's layout cannot hold: prompts, bottlenecks, routers
 
@@ -44,7 +44,7 @@ from raycl.bank.states import ENCODER, state_file, state_objects
 from raycl.bank.tensors import HEAD_BIAS, HEAD_WEIGHT, views
 from raycl.config.trust import TEXTS
 from raycl.data.sources.cache import cache_folder
-from raycl.errors import BankError, StorageError, counted
+from raycl.errors import AlreadyExistsError, BankError, StorageError, counted
 from raycl.progress import counted_off
 from raycl.storage import Storage
 from raycl.storage.records import MAX_BYTES, read_fields
@@ -126,6 +126,7 @@ class HubRecord:
         number, sha256: of the snapshot. branch: branch that points at it.
         ancestors: number -> SHA-256 of the snapshots that it descends from, which are not pushed.
         peft: adapter -> its folder, of adapters that are in PEFT's layout bit for bit.
+        folders: all folders in PEFT's layout, which the next push replaces.
         without: files of stored samples that were left out.
     """
 
@@ -134,6 +135,7 @@ class HubRecord:
     branch: BranchName = MAIN
     ancestors: dict[int, Sha256] = field(default_factory=dict)
     peft: dict[Name, Name] = field(default_factory=dict)
+    folders: tuple[Name, ...] = ()
     without: tuple[str, ...] = ()
 
 
@@ -219,9 +221,15 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
         target: returns the bank for a commit.
 
     Raises:
-        BankError: there is no such repository, it holds no bank, a file is missing or damaged, or the bank has another
-            snapshot of that number. BranchMovedError: its branch has snapshots that are not from this repository.
+        BankError: the address names a folder, there is no such repository, it holds no bank, a file is missing or
+            damaged, or the bank has another snapshot of that number.
+        BranchMovedError: its branch has snapshots that are not from this repository.
     """
+    if address.folder:
+        raise BankError(
+            f"{address} names the folder '{address.folder}', and a bank is a whole repository: expected "
+            "hf://ORG/NAME or hf://ORG/NAME@REVISION"
+        )
     folder = address.fetch([f"{ROOT}/*.json"])
     pinned = HubAddress(address.repository, revision=folder.name)
     source, bank = Bank.at(folder / ROOT), target(folder.name)
@@ -246,24 +254,31 @@ def pull(address: HubAddress, target: Callable[[str], Bank]) -> tuple[Bank, Snap
         _place(bank, source, info, Storage.at(folder / folders[file]) if file in folders else None, pinned)
     _explain_missing(bank, snapshot, record.without)
     for file in files:
-        if not bank.storage.exists(file):
-            bank.storage.create(file, source.storage.read(file, MAX_BYTES))
+        _copy_record(bank, source, file, address)
     snapshot = bank.open(record.number)
     _move(bank, snapshot, record.branch, pinned)
     log.info("pulled %s: snapshot %d, %s", pinned, snapshot.number, counted(len(snapshot.tasks), "task"))
     return bank, snapshot, record.branch
 
 
-def cached(address: str) -> tuple[Bank, Snapshot, str]:
-    """Return the bank, snapshot and branch that an address means, pulled into raycl's cache, a bank for each commit.
+def cached(address: str) -> tuple[Bank, Snapshot]:
+    """Return the bank and snapshot that an address means, pulled into raycl's cache, a bank for each commit.
 
     Raises:
         BankError: see `pull`.
     """
     parsed = HubAddress.of(address)
-    if parsed.folder:
-        raise BankError(f"'{address}' names a folder of a repository: expected a bank, hf://ORG/NAME@REVISION")
-    return pull(parsed, lambda commit: Bank.at(cache_folder(None) / "hub" / parsed.repository / commit))
+    return pull(parsed, lambda commit: Bank.at(cache_folder(None) / "hub" / parsed.repository / commit))[:2]
+
+
+def _copy_record(bank: Bank, source: Bank, file: str, address: HubAddress) -> None:
+    """Create a record that the bank lacks; another pull of the same repository may create it first."""
+    if bank.storage.exists(file):
+        return
+    try:
+        bank.storage.create(file, source.storage.read(file, MAX_BYTES))
+    except AlreadyExistsError:
+        _check_same(bank, source, [file], address)
 
 
 def _check_same(bank: Bank, source: Bank, files: Sequence[str], address: HubAddress) -> None:

@@ -5,13 +5,13 @@ runs/mine           the bank of that run, and the branch that the run publishes 
 PLACE@REF           of either: a branch, a tag, `latest`, a snapshot's number, or the first digits of its hash
 hf://ORG/NAME@REV   a bank on the Hugging Face hub at a commit, branch or tag there, pulled into the cache first
 
-A REF has no slash, so an @ in a folder's name belongs to the path. Branches with a slash in their name are named by a
-number or hash of their snapshots.
+An @ may be part of a folder's name too: a text that names a bank as it is has no REF, and a REF with a slash, as in
+`runs/mine@team/experiment`, is one if there is a bank in front of it.
 """
 
 from raycl import config as configs
 from raycl.bank import Bank, Snapshot
-from raycl.bank.branches import MAIN, NOT_SERVED, missing_branch, resolve
+from raycl.bank.branches import MAIN, NOT_SERVED, is_branch_name, missing_branch, resolve
 from raycl.config.trust import announce
 from raycl.errors import BankError, some
 from raycl.storage import Storage
@@ -25,16 +25,16 @@ PARTS = ("snapshots", "adapters", "objects", "pruned", "branches", NOT_SERVED)
 
 
 def find_bank(address: str) -> tuple[Bank, str] | None:
-    """Return the bank at a path or URI, or of the run there, and the branch that is meant where none is named; None:
-    neither.
+    """Return the bank at a path or URI, or of the run there, and the reference that is meant where none is given: a
+    branch, or the number of the snapshot that a commit of the hub holds; None: neither.
 
     Raises:
         ConfigError: the config of that run cannot be read. StorageError: the place is out of reach.
         BankError: a bank on the hub cannot be pulled.
     """
     if on_hub(address):
-        bank, _, branch = cached(address)
-        return bank, branch
+        bank, snapshot = cached(address)
+        return bank, str(snapshot.number)  # branches of the cache's bank could be moved, the commit stays as it is
     storage = Storage.at(address)
     if any(storage.exists(name) for name in PARTS):
         return Bank(storage), MAIN
@@ -79,14 +79,16 @@ def bank_at(address: str) -> tuple[Bank, str]:
 def split_reference(text: str) -> tuple[str, str]:
     """Return the place and the reference of `PLACE@REF`; "": none is given. A place may have an @ in it too."""
     address, at, reference = text.rpartition("@")
-    if on_hub(text) or not (at and reference) or "/" in reference:
+    has_slash = "/" in reference
+    if on_hub(text) or not (at and reference) or (has_slash and not is_branch_name(reference)):
         return text, ""
-    is_reference = "?" in address or find_bank(text) is None  # behind the query of a URI, which has no @
+    is_reference = "?" in address  # behind the query of a URI, which has no @
+    is_reference = is_reference or (find_bank(text) is None and not (has_slash and find_bank(address) is None))
     return (address, reference) if is_reference else (text, "")
 
 
 def bank_and_reference(text: str) -> tuple[Bank, str]:
-    """Return the bank and the reference of `PLACE` or `PLACE@REF`; default: the bank's branch.
+    """Return the bank and the reference of `PLACE` or `PLACE@REF`; default: see `find_bank`.
 
     Raises:
         BankError: there is no such bank.
@@ -97,7 +99,7 @@ def bank_and_reference(text: str) -> tuple[Bank, str]:
 
 
 def snapshot_at(text: str) -> tuple[Bank, Snapshot]:
-    """Return the bank and the snapshot that `PLACE` or `PLACE@REF` names; default: the head of the bank's branch.
+    """Return the bank and the snapshot that `PLACE` or `PLACE@REF` names; default: see `find_bank`.
 
     Raises:
         BankError: there is no such bank or snapshot.
