@@ -64,13 +64,8 @@ def _extended(folder: str, added: Sequence[str], overrides: Sequence[str]) -> Pr
     if names_branch or not is_elsewhere(config.bank, storage, state):
         return prepared_run.extend(folder, added, tuple(overrides))
     start = _start_at_branch(storage, config)
-<<<<<<< HEAD
-    log.info("branch '%s' was moved since this run: a new one starts from %s", config.bank.branch, start[0])
-    tasks = f"stream.tasks={configs.inline_yaml(list(map(prepared_run.task_of, added)))}"
-=======
     log.info("branch '%s' was moved since this run: a new one starts from its head", config.bank.branch)
     tasks = _override("stream.tasks", list(map(prepared_run.task_of, added)))
->>>>>>> mend1
     return prepared_run.prepare(run_config.load_config(None, [*start, tasks, *overrides]))
 
 
@@ -84,7 +79,7 @@ def _start_at_branch(storage: Storage, config: RunConfig) -> list[str]:
 
 def _override(key: str, value: object) -> str:
     """Return an override whose value is the same when it is read as YAML: a folder may be called `1e3` or `a: b`."""
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"  # YAML does not take JSON's escapes of emoji
+    return f"{key}={configs.inline_yaml(value)}"
 
 
 def _revision(task: str, resume: str | None) -> list[str]:
@@ -97,15 +92,9 @@ def _revision(task: str, resume: str | None) -> list[str]:
         raise ConfigError(
             f"--revise '{task}' names no task: expected a name, or YAML such as '{{name: tickets, path: data/tickets}}'"
         )
-<<<<<<< HEAD
-    overrides = [f"bank.revise={configs.inline_yaml(spec if isinstance(spec, str) else spec['name'])}"]
-    if isinstance(spec, dict):
-        overrides.append(f"stream.tasks={configs.inline_yaml([spec])}")
-=======
     overrides = [_override("bank.revise", spec if isinstance(spec, str) else spec["name"])]
     if isinstance(spec, dict):
         overrides.append(_override("stream.tasks", [spec]))
->>>>>>> mend1
     if resume:
         from raycl.launch import prepared_run
 
