@@ -6,7 +6,7 @@ for half a minute; nothing is downloaded, and no Ray is started.
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +19,30 @@ from raycl.bank import Bank
 from raycl.data.loader import Collate, eval_batches
 from raycl.methods.base import Method, trained_names
 from raycl.methods.modifier import GradientModifier
+from raycl.methods.registry import method_class, modifier_class
 from raycl.plugins import Kind
 from raycl.routing.router import Owners, Router
-from raycl.routing.routers import make_router, without
+from raycl.routing.routers import make_router, router_class, without
 from raycl.storage import Storage
 from raycl.testing.packages import on_path, write_package
 from raycl.testing.runs import KINDS, TASKS, Done, Lab, Stop, exported, matrix, opened, run, trace
 from raycl.training.assembly import build
 from raycl.training.optimizers.base import OptimizerKind
+from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import RouterState
 
 SUFFIXES = {"safetensors", "json", "jsonl"}
 """All that a run writes: no pickles."""
+
+REGISTRIES: Mapping[Kind, Callable[[Any], type]] = {
+    "method": method_class,
+    "modifier": modifier_class,
+    "optimizer": optimizer_class,
+    "router": lambda name: router_class(RouterState(name)),
+}
+"""Kind of a part -> what finds the class of a name."""
 
 
 def check_method(
@@ -156,6 +166,8 @@ def installed(kind: Kind, name: str, what: type) -> Iterator[None]:
             stack.enter_context(on_path(write_package(folder, f"under-test-{kind}", {kind: {name: target}})))
         elif plugin is not None:
             assert plugin.target == target, f"{plugin} is {plugin.target}, and {target} is checked: uninstall it first"
+        named = REGISTRIES[kind](name)
+        assert named is what, f"{kind} '{name}' is {named.__module__}:{named.__qualname__}, not {target}: rename yours"
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_plugins import ByLength, Forgetful, LengthRouter, Nesterov, Scale, Toy
+from toy_plugins import ByLength, Forgetful, LengthRouter, Namesake, Nesterov, Scale, Toy
 
 from raycl.methods.lora.inclora import IncLora
 from raycl.routing.router import Router
@@ -37,6 +37,11 @@ def test_a_router_that_reads_texts_gets_them_though_its_method_reads_none() -> N
 def test_a_method_that_forgets_its_state_fails() -> None:
     with pytest.raises(AssertionError, match="losses, gradient norms or rates differ: is all that shapes"):
         check_method(Forgetful, kinds=("bert",))
+
+
+def test_a_method_with_the_name_of_another_one_fails() -> None:
+    with pytest.raises(AssertionError, match=r"method 'finetune' is raycl.*, not toy_plugins:Namesake: rename yours"):
+        check_method(Namesake)
 
 
 def test_modifiers_and_optimizers_pass() -> None:

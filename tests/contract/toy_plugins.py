@@ -32,6 +32,10 @@ class Toy(Finetune):
     Config: ClassVar[type[MethodConfig]] = ToyConfig
 
 
+class Namesake(Finetune):
+    """It has the name of another method, which a run would find in its place."""
+
+
 class ForgetfulConfig(MethodConfig):
     """Counts steps."""
 
