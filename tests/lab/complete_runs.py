@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,14 +72,23 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return tiny.Lab(tmp_path_factory.mktemp("lab"))
 
 
+@contextmanager
+def _shared(cache: Path) -> Iterator[None]:
+    """Make a run that outlives the test that asks for it first: its rows are not in a cache of that test's own."""
+    from reading_once import reading_once
+
+    with pytest.MonkeyPatch.context() as patch, reading_once():
+        patch.setenv("RAYCL_CACHE", str(cache))
+        yield
+
+
 @pytest.fixture(scope="session")
-def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
+def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Complete:
     """(backbone kind, method or variant, engine) -> its complete run, made when first asked for.
 
     What a crash after each of `CRASHES` would have left is kept (`crash_copies.left_after`).
     """
     from crash_copies import copied_after
-    from reading_once import reading_once
     from tiny import ENGINES, VARIANTS, WRITERS, Done, run
 
     from raycl.storage import Storage
@@ -91,7 +100,7 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
         if key not in done:
             config = lab.config(kind, (VARIANTS | WRITERS).get(method, method), ENGINES[engine])
             storage = Storage.at(tmp_path_factory.mktemp("-".join(key)))
-            with reading_once(), copied_after(storage, *CRASHES):
+            with _shared(session_cache), copied_after(storage, *CRASHES):
                 done[key] = Done(config, storage, run(config, storage).context)
         return done[key]
 
@@ -99,9 +108,8 @@ def complete(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Complete:
 
 
 @pytest.fixture(scope="session")
-def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Taught:
     """(backbone kind, method) -> a run of more epochs; `slm` with `Lab.slots`, `prompts` and `soft` with prompts."""
-    from reading_once import reading_once
     from tiny import VARIANTS, WRITERS, Done, run
 
     from raycl.storage import Storage
@@ -124,7 +132,7 @@ def taught(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Taught:
                 sections = {"train": {"epochs": 3, "learning_rate": 0.06}, "checkpoint": {"every_steps": None}}
             config = lab.config(kind, settings.get(method, method), **sections)
             storage = Storage.at(tmp_path_factory.mktemp(f"{kind}-{method}"))
-            with reading_once():
+            with _shared(session_cache):
                 done[kind, method] = Done(config, storage, run(config, storage).context)
         return done[kind, method]
 
