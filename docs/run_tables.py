@@ -170,6 +170,7 @@ def searched(definition: dict[str, Any], results: Path = RESULTS) -> str:
 
     Args:
         definition: `searched`: a CSV file of a sweep's trials in `searches/`. `rows`: what the trials were scored on.
+            `ties`: `learned` where of equal trials the one counts that learned its first task best; else the first.
         results: folder of `searches/`.
     """
     with (results / "searches" / f"{definition['searched']}.csv").open(encoding="utf-8", newline="") as lines:
@@ -185,7 +186,8 @@ def searched(definition: dict[str, Any], results: Path = RESULTS) -> str:
         varied = [f"{key}: {' or '.join(values)}" for key, values in own.items() if len(values) > 1]
         rates = list(dict.fromkeys(trial["train.learning_rate"] for trial in some))
         scores = [float(trial["ap"]) for trial in some]
-        chosen = some[scores.index(max(scores))]
+        learned = [float(trial["f_ra"] or 0) if definition.get("ties") == "learned" else 0.0 for trial in some]
+        chosen = max(zip(scores, learned, some, strict=True), key=lambda of: of[:2])[2]
         kept = [f"{key}: {json.dumps(json.loads(chosen['method'])[key])}" for key in own if len(own[key]) > 1]
         cells = [f"`{name}`", str(len(some)), " or ".join(rates), ", ".join(varied)]
         cells += [", ".join([chosen["train.learning_rate"], *kept]), f"{max(scores):.1f}", f"{min(scores):.1f}"]
@@ -233,7 +235,8 @@ def planned(definition: dict[str, Any], results: Path = RESULTS) -> str:
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    return list(dict.fromkeys(values))
+    """Return values without repeats, in their order; lists among them too."""
+    return list({json.dumps(value): value for value in values}.values())
 
 
 def _choice(values: Sequence[Any]) -> str:
