@@ -81,13 +81,7 @@ LONGEST = ("test_train_on_ray", *SHARING, "test_submit")
 ALONE = ("test_devices", "test_world_size")
 """Files of tests/contract that share no runs with others there; one process gets those that do."""
 
-READING_ONCE = {
-    *("contract", "golden", "integration"),
-    *(
-        f"unit/{name}"
-        for name in ("adapters", "bank", "generation", "methods", "operations", "routing", "serve", "training")
-    ),
-}
+READING_ONCE = {"contract", "golden", "integration", "unit/generation", "unit/methods", "unit/training"}
 """Folders of tests of runs and of what they have learned; a module of them with READS_MODELS reads models each time."""
 
 pytest_plugins = ["complete_runs", "chromium"]

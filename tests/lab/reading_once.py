@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import transformers
-from transformers.initialization import no_init_weights
 
 from raycl.backbone import load
 
@@ -49,13 +48,6 @@ class Loader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
-
-    def from_config(self, settings: Any, **options: Any) -> Any:
-        """Return a model on the meta device, whose weights have no values to draw."""
-        with no_init_weights():
-            model = self.loader.from_config(settings, **options)
-        model.tie_weights()
-        return model
 
     def from_pretrained(self, folder: str, **options: Any) -> Any:
         """Return a copy of the model, with the state of random numbers that follows its loading."""
