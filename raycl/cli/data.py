@@ -156,9 +156,8 @@ def _config(options: argparse.Namespace) -> RunConfig:
     _check_keys(options.overrides)
     of_task = [word for word in options.overrides if word.partition("=")[0].partition(".")[0] in TaskSpec.model_fields]
     of_run = [word for word in options.overrides if word not in of_task]
-    whole = configs.inline_yaml(
-        [{"name": "data", "path": path}]
-    )  # how the path is read depends on the stream's settings
+    whole = configs.inline_yaml([{"name": "data", "path": path}])
+    # how the path is read depends on the stream's settings
     stream = from_tree(configs.load_tree(None, [f"stream.tasks={whole}", *of_run])).stream
     tasks = configs.inline_yaml([task_at(path, of_task, stream)])
     return load_config(None, [f"stream.tasks={tasks}", *of_run], present=True)

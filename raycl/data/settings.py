@@ -75,7 +75,8 @@ class TaskSpec(Section):
         None,
         description="folder (path or URI) with train.*, test.* and maybe dev.* (or validation, val, eval); one file, "
         "whose column 'split' names the split of each row; a dataset of the Hugging Face hub (hf://fancyzhx/ag_news, "
-        "hf://ORG/NAME@REVISION); a local folder in the hub's layout or written by save_to_disk; or a database (sql:sqlite:////data/tickets.db)",
+        "hf://ORG/NAME@REVISION); a local folder in the hub's layout or written by save_to_disk; or a database "
+        "(sql:sqlite:////data/tickets.db)",
     )
     config: str | None = Field(None, description="configuration of the dataset, where it has several")
     splits: SplitNames = Field(default_factory=SplitNames, description="names of the splits, or slices of them")

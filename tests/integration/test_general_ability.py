@@ -42,7 +42,7 @@ FLAGS = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
 
 @pytest.fixture(scope="module", autouse=True)
 def few_files() -> Iterator[None]:
-    """Of the 14,000 files of lm-eval's own tasks only those in folders of the suites are read: seconds less."""
+    """Let lm-eval read its tasks in folders of the suites alone: all of its 14,000 files take seconds."""
     from lm_eval.tasks import manager
     from lm_eval.tasks._index import TaskIndex
 

@@ -13,6 +13,8 @@ from raycl.config import validate
 from raycl.errors import BankError, ConfigError
 from raycl.methods.registry import method_config
 from raycl.methods.sapt.sapt import Sapt
+from raycl.operations.plan.arithmetic import GPUS, Cluster
+from raycl.operations.plan.report import plan
 from raycl.operations.report.tables import matrix_table
 from raycl.storage import Storage
 from raycl.testing import check_method
@@ -54,6 +56,13 @@ def test_a_later_task_trains_the_adapter_of_the_most_similar_one_and_no_other(
 
 def test_a_run_stops_and_resumes_and_is_served() -> None:
     check_method(Sapt, {**METHOD, "start_threshold": -1.0}, kinds=("t5",))
+
+
+def test_plans_count_both_adapters(lab: Lab) -> None:
+    adapter = {"name": "lora", "r": 8}
+    methods = (adapter, {**METHOD, "train_nearest": False}, METHOD)
+    lora, own, both = (plan(lab.config("t5", method), Cluster(GPUS["a100-80"])).model.trained for method in methods)
+    assert both == (own[0], own[1] + lora[0])
 
 
 def test_what_cannot_be_trained_so_is_refused(lab: Lab) -> None:

@@ -30,7 +30,7 @@ tarfile.open(archive).extractall(folder, filter="data")
 os.chdir(folder / archive.name.removesuffix(".tar.gz"))
 build_meta.build_wheel(folder)
 """
-"""As `pip wheel` builds the source archive, in one process."""
+"""Code that builds the source archive and the wheel in one process, as `pip wheel` does in several."""
 COMMANDS = """
 import json, sys
 from raycl.cli.main import main

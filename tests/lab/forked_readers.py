@@ -26,7 +26,7 @@ def _read(target: Callable[..., object], table: bytes, *others: Any) -> None:
 
 
 class Forking(ForkContext):
-    """Where processes come from."""
+    """What starts processes that share this one's pages."""
 
     Process = Reader
 

@@ -279,7 +279,7 @@ def test_an_order_has_the_name_that_it_is_installed_under(tmp_path: Path, monkey
 
 
 def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `pip install` in a cell of a notebook does it, and `pip uninstall`."""
+    """Packages come and go so by `pip install` and `pip uninstall` in a cell of a notebook."""
     monkeypatch.syspath_prepend(str(tmp_path))
     assert plugins.find("method", "late") is None
     write_package(tmp_path, "late-pkg", {"method": {"late": "late_pkg:Late"}})

@@ -132,6 +132,12 @@ class Sapt(PerTaskAdapter):
         self._replay = self._pseudo_replay(context) if self.ablation.replays and not self._is_alone else None
         self._start(context, self.config.start_trial_steps)
 
+    def allocate(self, phase: Phase) -> None:
+        """Create the parameters of `begin_task`; a task that may train another one's adapter too is planned with it."""
+        super().allocate(phase)
+        if self.config.train_nearest and phase.index:
+            self.config.begin_training(self.stack, [phase.name, "nearest"])
+
     def _pseudo_replay(self, context: TaskContext) -> PseudoReplay:
         rows, entries = self.backbone.label_ids(), self.reflection.entries
         labels = [[rows[label] for label in self._learned[task].labels] for task in entries]
