@@ -85,6 +85,15 @@ class GenerationInputs:
     forced: int | None = None
 
 
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed torch's random numbers, those of a GPU where it computes on one.
+
+    `torch.manual_seed` formats the stack for each kind of device that is not there, which takes a millisecond, and
+    keeps it for as long as the process lives.
+    """
+    (torch.default_generator.manual_seed if device.type in ("cpu", "meta") else torch.manual_seed)(seed)
+
+
 def loss_count(batch: Batch) -> int:
     """Return the number of positions that carry loss: target tokens, or examples for encoder-only backbones."""
     labels = batch.target_ids if batch.target_ids.shape[1] else batch.label_ids

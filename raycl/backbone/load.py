@@ -19,7 +19,7 @@ import torch
 from pydantic import AfterValidator, Field
 from torch import nn
 
-from raycl.backbone.base import Attention, Backbone, checkpoint_activations
+from raycl.backbone.base import Attention, Backbone, checkpoint_activations, seed_all
 from raycl.backbone.causal import CausalBackbone
 from raycl.backbone.codec import KINDS, Bos, HFCodec, Kind
 from raycl.backbone.encoder import EncoderBackbone, LanguageHead
@@ -234,7 +234,7 @@ def load_backbone(
             "trust_remote_code": config.trust_remote_code,
             **quantized(config.quantization, dtype, device),
         }
-        torch.manual_seed(seed)
+        seed_all(seed, device)
         model = _loader(kind).from_pretrained(where, **options)
         make_consistent(model, dtype)
         head = _language_head(model, where, options) if use.learns_texts and kind == "encoder" else None

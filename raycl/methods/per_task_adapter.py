@@ -18,6 +18,7 @@ from raycl.adapters.head import Rule as HeadRule
 from raycl.adapters.soft_prompts import PLAIN, Form, MixedPrompts, PromptForm, PromptUse, used_alike
 from raycl.adapters.soft_prompts import How as PromptMixing
 from raycl.backbone import Backbone
+from raycl.backbone.base import seed_all
 from raycl.backbone.roles import linear_names, query_of
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import RunError
@@ -291,7 +292,7 @@ class PerTaskAdapter(Method, ABC):
     def _begin(self, task: str, labels: list[str]) -> None:
         if self.starts_anew and self.task_id_given and isinstance(self.backbone.head, MixedHead):
             self.backbone.head.clear()
-        torch.manual_seed(self.seed + self._number())
+        seed_all(self.seed + self._number(), self.backbone.device)
         self._create(task)
         self._task = task
         if isinstance(self.backbone.head, MixedHead):

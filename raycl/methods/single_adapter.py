@@ -13,6 +13,7 @@ from pydantic import Field
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import ADDED_UP, MixedPrompts, UseOf, formed
 from raycl.backbone import Backbone
+from raycl.backbone.base import seed_all
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, phase_labels, under
 from raycl.methods.context import TaskContext
@@ -83,7 +84,7 @@ class Lora(SingleAdapter):
     def __init__(self, config: LoraSettings, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed)
         self.stack = AdapterStack(backbone.model, config.adapted(backbone.model))
-        torch.manual_seed(seed)
+        seed_all(seed, backbone.device)
         config.begin_training(self.stack, [self.adapter])
 
 
@@ -121,7 +122,7 @@ class SeqAdapter(SingleAdapter):
         paths = linear_names(backbone.model, config.target_modules)
         self.stack = AdapterStack(backbone.model, paths, activation="relu")
         width = max(1, int(backbone.model.config.hidden_size) // config.reduction)
-        torch.manual_seed(seed)
+        seed_all(seed, backbone.device)
         self.stack.begin_training({self.adapter: width}, 1.0, kaiming)
 
 

@@ -55,7 +55,7 @@ class CacheEntry:
         except StorageError as error:
             raise DataError(f"{error}: start again, and this entry of the cache is made anew") from error
         with pa.memory_map(str(self.path)) as source:
-            return pa.ipc.open_file(source).read_all()
+            return pa.ipc.open_file(source.read_buffer()).read_all()  # of a file, a thread of Arrow's reads the footer
 
 
 def cache_folder(configured: str | None) -> Path:

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone
+from raycl.backbone.base import seed_all
 from raycl.methods.base import Learned, Method, RoutedConfig, check_prompts, in_head, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
@@ -54,7 +55,7 @@ class MoeLora(Method):
         super().__init__(config, backbone, seed)
         names = [f"expert{number:03d}" for number in range(config.experts)]
         self.stack: AdapterStack = AdapterStack(backbone.model, config.adapted(backbone.model))
-        torch.manual_seed(seed)
+        seed_all(seed, backbone.device)
         config.begin_training(self.stack, names)
         width = int(backbone.model.config.hidden_size)
         self.gate: ExpertGate = ExpertGate(names, width, seed, backbone.device)

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
 
 from raycl.backbone import Backbone, Output
-from raycl.backbone.base import mean_pooled
+from raycl.backbone.base import mean_pooled, seed_all
 from raycl.backbone.gates import Gate, GatePoint, gated
 from raycl.config import Tree
 from raycl.methods.base import Learned, MethodConfig, State
@@ -112,7 +112,7 @@ class Das(Finetune):
         """Measure importance to general knowledge, before the first task."""
         super().begin_task(phase, context)
         if self.config.general and context.is_trained and self.importance is None and not context.resumed:
-            torch.manual_seed(self.seed)
+            seed_all(self.seed, self.backbone.device)
             self._add(self._measured(context, self._disagreement))
 
     def end_task(self, context: TaskContext) -> Learned:

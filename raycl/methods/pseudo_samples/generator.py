@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from raycl.adapters import AdapterStack
 from raycl.backbone import Backbone, BackboneConfig, BackboneOptions, load_backbone, load_codec, load_skeleton
-from raycl.backbone.base import summed_cross_entropy
+from raycl.backbone.base import seed_all, summed_cross_entropy
 from raycl.backbone.codec import HFCodec
 from raycl.backbone.positions import decoder_inputs, logits_at
 from raycl.backbone.roles import linear_names
@@ -214,7 +214,7 @@ class Generator:
         """Return `count` pairs of instruction ("" for none) and input like these, or fewer; none where it diverged."""
         backbone, was_training = self.backbone, self.backbone.training
         unfrozen = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-        torch.manual_seed(seed)
+        seed_all(seed, backbone.device)
         for parameter in unfrozen:
             parameter.requires_grad_(False)
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.backbone.base import evaluating
+from raycl.backbone.base import evaluating, seed_all
 from raycl.backbone.codec import HFCodec
 from raycl.data.loader import batch_of, padded
 from raycl.errors import ConfigError
@@ -112,7 +112,7 @@ class Sampler:
         """
         backbone, samples = self.backbone, list[tuple[str, str]]()
         drawn, limit = 0, max(count, self.draws)
-        torch.manual_seed(seed)
+        seed_all(seed, backbone.device)
         with evaluating(backbone):
             while len(samples) < count and drawn < limit:
                 rows = min(AT_ONCE, limit - drawn, max(count - len(samples), drawn))

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from raycl.backbone.base import loss_count
+from raycl.backbone.base import loss_count, seed_all
 from raycl.errors import DivergedError
 from raycl.methods.base import Method, activate_batch
 from raycl.methods.modifier import Modifiers
@@ -39,8 +39,7 @@ def train_step(
     Raises:
         DivergedError: the loss or the gradient is not finite.
     """
-    seed_all = torch.default_generator.manual_seed if world.device.type == "cpu" else torch.manual_seed
-    seed_all(seed + world.rank)  # torch's own formats the stack for every kind of device that is not there: 1 ms
+    seed_all(seed + world.rank, world.device)
     modifiers.begin_step(seed, len(batches), world.sum)
     batches = [method.prepare_batch(batch) for batch in batches]
     counted = loss_count if method.objective is None else method.objective.count

@@ -5,6 +5,7 @@ import gc
 import re
 import resource
 import sys
+from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def resident_memory_mb() -> float:
 class MappedFiles:
     """The mapped files of this process, whose pages other processes of the node may share.
 
-    Where the system does not tell (it has no `/proc`), nowhere.
+    Where the system does not tell (it has no `/proc`), nowhere. The system lists them by address.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,11 @@ class MappedFiles:
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory is there."""
-        return tensor.device.type == "cpu" and any(tensor.data_ptr() in span for span in self._ranges)
+        if tensor.device.type != "cpu":
+            return False
+        address = tensor.data_ptr()
+        after = bisect_right(self._ranges, address, key=lambda span: span.start)
+        return after > 0 and address in self._ranges[after - 1]
 
 
 def return_freed_memory() -> None:
