@@ -21,7 +21,6 @@ the experts, as in `lora`.
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from raycl.adapters import AdapterStack
