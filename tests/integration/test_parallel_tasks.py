@@ -327,14 +327,19 @@ def test_processes_of_this_machine_learn_tasks_and_one_of_them_is_killed(
     with ThreadPoolExecutor(1) as thread:
         training = thread.submit(driver.train, prepare(config))
         task = split.sub("tasks/001-animal")
-        while not training.done() and "'animal', step" not in status_of(split.uri).message:
-            time.sleep(0.05)
+        while not training.done() and not read_state(task).checkpoints:
+            time.sleep(0.02)
+        process = read_state(task).attempts[-1]["pid"]
+        os.kill(process, signal.SIGSTOP)  # else it may come to its end before it is looked at
+        while "'animal', step" not in status_of(split.uri).message:
+            os.kill(process, signal.SIGCONT)
+            assert not training.done()
+            time.sleep(0.02)
+            os.kill(process, signal.SIGSTOP)
         assert status_of(split.uri).state == "running"
         shown = progress_of(read_run(split), TraceReader(split))["tasks"][1]
         assert (shown["name"], shown["state"], shown["activity"]) == ("animal", "current", "training")
-        while not training.done() and not read_state(task).checkpoints:
-            time.sleep(0.05)
-        os.kill(read_state(task).attempts[-1]["pid"], signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)
         with pytest.raises(RunError, match=r"learning task 'animal' failed: its process died, .*; the other tasks are"):
             training.result()
     assert not multiprocessing.active_children()

@@ -14,12 +14,11 @@ claim also identifies the run: it carries the config, and a later claim must com
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import socket
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raycl import config as configs
@@ -126,7 +125,7 @@ class Journal:
             me = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
             state.attempts.append({"attempt": number, **me, **summary})
             try:
-                storage.create(_record(number, 0), _sealed(number, 0, asdict(state)))
+                storage.create(_record(number, 0), _sealed(number, 0, vars(state)))
             except AlreadyExistsError:
                 continue
             journal = Journal(storage, number, state)
@@ -246,7 +245,7 @@ class JournalReader:
         return self.state_of(last_attempt(self.storage))
 
     def state_of(self, attempt: int) -> RunState:
-        """Return the state that an attempt recorded; 0: none."""
+        """Return the state that an attempt recorded; 0: none. Callers may replace its records and not change them."""
         if attempt == 0:
             return RunState()
         tree: dict[str, Any] = {}
@@ -259,7 +258,7 @@ class JournalReader:
             state = fields_of(tree, f"{self.storage.uri}/{FOLDER}/{_folder(attempt)}", _State)
         except DamagedError as error:
             raise RunError(str(error)) from error
-        return RunState(**copy.deepcopy(vars(state)))
+        return RunState(**vars(state))
 
 
 def read_state(storage: Storage) -> RunState:
