@@ -24,6 +24,7 @@ RICH = f"""# A head
 
 Some *slanted*, **bold** and `code <b>` words with [a link](https://example.org/?q=1).
 {HOSTILE}
+```b c``` begins the line of a__b__c
 
 - one
 - two
@@ -34,6 +35,7 @@ Some *slanted*, **bold** and `code <b>` words with [a link](https://example.org/
 
 ```py
 print("<i>")
+```py
 ```"""
 
 
@@ -153,11 +155,12 @@ def test_markdown_is_built_and_never_parsed_as_markup(page: Page, served: Served
     assert written.locator("em").inner_text() == "slanted" and written.locator("strong").inner_text() == "bold"
     assert (
         written.locator("code").first.inner_text() == "code <b>"
-        and written.locator("pre").inner_text() == 'print("<i>")'
+        and written.locator("pre").inner_text() == 'print("<i>")\n```py'
     )
     assert written.locator("a").evaluate_all("links => links.map(one => [one.href, one.rel])") == [
         ["https://example.org/?q=1", "noopener noreferrer nofollow"]
     ]
+    assert "b c begins the line of a__b__c" in written.inner_text()
     assert HOSTILE in written.inner_text() and page.locator(".said").inner_text() == HOSTILE
     assert page.locator("#turns img").count() == 0 and page.title() == "raycl chat" and errors == []
 

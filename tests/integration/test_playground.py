@@ -356,6 +356,8 @@ def test_a_key_is_requested_and_kept_in_the_tab(page: Page, complete: Complete, 
     (tmp_path / "keys").write_text("sésame\nadmin:other\n")
     uri = complete("bert", "slm", "torch").storage.sub("bank").uri
     hurry(page)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     with serving(uri, auth={"keys_file": str(tmp_path / "keys")}) as endpoint:
         page.goto(endpoint.url + "/")
         expect(page.locator("#key-form")).to_be_visible()
@@ -372,6 +374,7 @@ def test_a_key_is_requested_and_kept_in_the_tab(page: Page, complete: Complete, 
         expect(page.locator("#snapshot")).to_have_text("snapshot 2")
         send(page, ANIMAL)
         expect_state(page, "done", "auto", "pinned")
+        assert sum(url.endswith("/v1/snapshots") for url in asked) < 10, "a refused key is asked about again and again"
         opened(page, endpoint)  # reloaded: the key is still there
         assert not page.locator("#key-form").is_visible()
         assert page.evaluate("() => JSON.stringify(localStorage)").find("same") < 0, "keys must not outlive the tab"

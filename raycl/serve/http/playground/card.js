@@ -85,7 +85,7 @@ export class Card {
     const rest = shares.size - largest.length;
     const adapters = Object.entries(how.adapters);
     drawMore(this.adapters, adapters, `${adapters.length} ${adapters.length === 1 ? "adapter" : "adapters"}`);
-    const words = rest > 0 ? [`and ${rest} tasks with smaller weights`] : [];
+    const words = rest > 0 ? [`and ${rest} ${rest === 1 ? "task with a smaller weight" : "tasks with smaller weights"}`] : [];
     if (how.unknown) words.push(`of no learned task: distance ${how.ood_distance.toFixed(0)}, known texts lie below ${how.ood_threshold.toFixed(0)}${adapters.length ? "" : ", so the bare model answers"}`);
     else if (how.ood_score >= STRANGE) words.push(`unlike what was learned: ${Math.round(100 * how.ood_score)} % of known texts are nearer to a task`);
     this.setHint(words.join(" · "));

@@ -38,5 +38,5 @@ function row(task, choose) {
 
 function labels(all) {
   const rest = all.length - LABELS;
-  return rest > 0 ? `${all.slice(0, LABELS).join(" · ")} and ${rest} more labels` : all.join(" · ");
+  return rest > 0 ? `${all.slice(0, LABELS).join(" · ")} and ${rest} more ${rest === 1 ? "label" : "labels"}` : all.join(" · ");
 }

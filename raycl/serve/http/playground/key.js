@@ -20,14 +20,14 @@ export function wantKey(words) {
   $("key").focus();
 }
 
-/** Errors that concern the whole page are shown at its top. */
-export async function attempt(work) {
+/** Errors that concern the whole page are shown at its top; `next` is done once there is a key, where one is missing. */
+export async function attempt(work, next = work) {
   try {
     await work();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     if (error.status === 401) {
-      again = work;
+      again = next;
       wantKey(error.message);
     } else show($("problem"), error.message);
   }
@@ -42,5 +42,5 @@ $("key-form").addEventListener("submit", async (event) => {
     $("key").value = "";
     $("text")?.focus();
     await again();
-  });
+  }, again); // a key that is refused changes nothing about what waits for one
 });

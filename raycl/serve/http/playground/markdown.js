@@ -1,11 +1,12 @@
 // A model's Markdown as elements: paragraphs, headings, lists, quotes, code, emphasis and links.
 // All of it is untrusted text: elements are made one by one, words become text nodes, and links lead to the web alone.
 
-const FENCE = /^\s*```/;
+const FENCE = /^\s*```[^`]*$/; // a line with the closing one too is code among words
+const FENCE_END = /^\s*```\s*$/;
 const HEADING = /^(#{1,6})\s+(.*)/;
 const ITEM = /^\s*(?:([-*+])|(\d{1,9})[.)])\s+(.*)/;
 const QUOTE = /^\s*>\s?(.*)/;
-const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|__(.+?)__|\*([^*\s][^*]*?)\*|\[([^\]]+)\]\((\S+?)\)/s;
+const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|(?<!\w)__(.+?)__(?!\w)|\*([^*\s][^*]*?)\*|\[([^\]]+)\]\((\S+?)\)/s;
 
 function element(name, ...children) {
   const found = document.createElement(name);
@@ -53,7 +54,7 @@ export function markdown(text) {
     const heading = HEADING.exec(line);
     const item = ITEM.exec(line);
     if (FENCE.test(line)) {
-      const end = lines.findIndex((other, number) => number > place && FENCE.test(other));
+      const end = lines.findIndex((other, number) => number > place && FENCE_END.test(other));
       const stop = end < 0 ? lines.length : end;
       blocks.push(element("pre", element("code", lines.slice(place + 1, stop).join("\n"))));
       place = stop + 1;
