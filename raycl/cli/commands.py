@@ -7,9 +7,10 @@ command's help. It imports what it needs in `run`, so that `--help` does not wai
 import argparse
 import gc
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ class Command:
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as in shells."""
+
+UNREAD = 141
+"""The exit status where nobody reads the output any more, as behind `| head`; that of SIGPIPE in shells."""
 
 COMMANDS = {
     "train": Command("raycl.cli.runs.train", "train a model on tasks that arrive one after another", True),
@@ -77,9 +81,11 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     try:
         options = parsed(name, sys.argv[1:] if words is None else words, prog)
         with _allowed(options), _output_alone() if options.json else nullcontext():
-            return int(load(name).run(options))
+            status = int(load(name).run(options))
+        echo(end="", flush=True)
+        return status
     except RayclError as error:
-        _say_error(str(error))
+        say_error(str(error))
         return error.exit_status
     except KeyboardInterrupt:
         echo("stopped by Ctrl-C: what is finished is kept; repeat the command to continue", file=sys.stderr)
@@ -105,7 +111,7 @@ def _output_alone() -> Iterator[None]:
         _OUTPUT.reset(before)
 
 
-def _say_error(message: str) -> None:
+def say_error(message: str) -> None:
     """Print an error; on a terminal its first word in red, unless NO_COLOR is set."""
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
     print(f"{red}error:{plain} {printable(message)}", file=sys.stderr)
@@ -160,7 +166,12 @@ def parsed(name: str, words: Sequence[str], prog: str | None = None) -> argparse
 def echo(text: object = "", **options: Any) -> None:
     """Print texts unchanged, except for characters that a terminal obeys; `options` are those of `print`."""
     file = options.pop("file", None) or _OUTPUT.get() or sys.stdout
-    print(printable(str(text)), file=file, **options)
+    try:
+        print(printable(str(text)), file=file, **options)
+    except BrokenPipeError:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), file.fileno())  # what is left in it is written when the process ends
+        sys.exit(UNREAD)
 
 
 def show(options: argparse.Namespace, text: object, tree: Any) -> None:
@@ -186,6 +197,26 @@ def log_to_stderr(options: argparse.Namespace) -> None:
 
     logging.basicConfig(handlers=[stderr_handler(options.quiet)])
     logging.getLogger("raycl").setLevel(logging.INFO)
+
+
+def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Return what reads the number of an option, and refuses smaller ones and what is no number.
+
+    Args:
+        kind: int or float.
+    """
+
+    def read(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number < math.inf:
+            what = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"'{text}': expected a {what}, {least:g} or more")
+        return number
+
+    return read
 
 
 def is_override(word: str) -> bool:

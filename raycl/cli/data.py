@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import add_allow_env, echo, local_or_installed, log_to_stderr, show
+from raycl.cli.commands import add_allow_env, at_least, echo, local_or_installed, log_to_stderr, show
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="check the tasks of this run's config")
     add_allow_env(parser)
-    parser.add_argument("--examples", type=int, default=5, metavar="N", help="examples of each task (default: 5)")
+    parser.add_argument(
+        "--examples", type=at_least(0), default=5, metavar="N", help="examples of each task (default: 5)"
+    )
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -80,10 +82,6 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    if options.examples < 0:
-        from raycl.errors import ConfigError
-
-        raise ConfigError(f"--examples is {options.examples}: expected 0 or more")
     config = _config(options)
     refuses = config.stream.on_bad_row == "refuse"
     from raycl.backbone import load_codec, load_skeleton
@@ -124,6 +122,7 @@ def _write_labels(options: argparse.Namespace) -> int:
     """Return the different answers of the train rows, beside them where the task is a folder."""
     from raycl.data.stream import open_stream
     from raycl.errors import DataError
+    from raycl.storage.output import write_output
 
     config = _config(options)
     stream = open_stream(config.stream, config.seed)
@@ -139,7 +138,7 @@ def _write_labels(options: argparse.Namespace) -> int:
         return 0
     if file.exists():
         raise DataError(f"'{file}' is there already: expected none, remove it to write the answers of train")
-    file.write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    write_output(file, f"{json.dumps(labels, ensure_ascii=False, indent=1)}\n".encode())
     show(options, f"wrote {counted(len(labels), 'label')} to {file}", {"labels": labels, "file": str(file)})
     return 0
 

@@ -17,7 +17,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return run(given[0], given[1:], f"raycl {given[0]}")
     options = parser().parse_args(given)
     if options.completion:
-        echo(completion(options.completion))
+        echo(completion(options.completion), flush=True)
     else:
         parser().print_help()
     return 0

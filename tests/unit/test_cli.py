@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raycl import __version__
 from raycl.cli import main
+from raycl.cli.banks import push
 from raycl.cli.commands import COMMANDS, INSTALLED, load, local_or_installed, parsed
 from raycl.config import to_yaml
 from raycl.errors import ConfigError
+from raycl.operations.banks import sample_listing
 from raycl.operations.sweep.comparison import load_comparison, plan
 from raycl.storage import Storage
 from raycl.training.records.run_folder import CONFIG
@@ -137,6 +142,85 @@ def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixtu
 def test_settings_may_follow_the_rows_of_a_comparison() -> None:
     options = parsed("compare", ["c.yaml", "at_once=2", "--only", "lora", "slm", "seeds=[0]"])
     assert options.only == ["lora", "slm"] and options.overrides == ["at_once=2", "seeds=[0]"]
+
+
+def test_an_option_that_is_repeated_adds_to_what_it_had() -> None:
+    assert parsed("compare", ["c.yaml", "--only", "lora", "--only", "slm"]).only == ["lora", "slm"]
+    assert parsed("probe", ["run", "--set", "a=1", "--set", "b=2"]).set == ["a=1", "b=2"]
+    words = ["import", "bank", "folder", "--name", "n", "--tasks", "a", "--tasks", "b"]
+    assert parsed("bank", words).tasks == ["a", "b"]
+
+
+REFUSED = {
+    "train --gpus 8": "--gpus needs --plan",
+    "train --utilisation 0.1 method=lora": "--utilisation needs --plan",
+    "train --status run --add task": "--status shows something and stops: leave --add out",
+    "train --plan --resume run": "--plan shows something and stops: leave --resume out",
+    "train --print-config --resume run": "--print-config shows something and stops: leave --resume out",
+    "train --print-config --methods": "--print-config shows something and stops: leave --methods out",
+    "train --methods method=lora": "--methods takes no config and no settings: leave method=lora out",
+    "train --status run --config a.yaml": "--status takes no config and no settings: leave a.yaml out",
+    "evaluate bank rows.csv --limit 5": "--limit needs --general",
+    "evaluate bank --general arc --png a.png": "--png is about files: leave it out",
+    "predict bank rows.csv --part-rows 0": "--part-rows: '0': expected a whole number, 1 or more",
+    "predict bank rows.csv --workers -2 --to a": "--workers: '-2': expected a whole number, 1 or more",
+    "predict bank rows.csv --max-tokens 0": "--max-tokens: '0': expected a whole number, 1 or more",
+    "judge bank HHH --url u --model m --limit -1": "--limit: '-1': expected a whole number, 1 or more",
+    "bank prune bank --sample-days -5": "--sample-days: '-5': expected a number, 0 or more",
+    "bank prune bank --grace-s nan": "--grace-s: 'nan': expected a number, 0 or more",
+    "data check rows.csv --examples x": "--examples: 'x': expected a whole number, 0 or more",
+    "probe run --layer (": "--layer: '(' is no regular expression: missing )",
+}
+"""Command line -> what is wrong with it: an option without effect, or a value that is none."""
+
+
+def test_options_without_effect_and_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, expected in REFUSED.items():
+        with pytest.raises(SystemExit) as ended:
+            main.main(line.split())
+        assert ended.value.code == 2 and expected in capsys.readouterr().err, line
+
+
+def test_names_of_banks_are_not_read_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder may be called so; a part of it would be the name of another bank."""
+    for bank in ("007", "runs/my #1", "a: b"):
+        assert main.main(["serve", bank, "--print-config", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["bank"] == str(Path(bank).absolute())
+
+
+def test_a_command_ends_when_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As behind `| head`: the reader is gone when a line is written, or when what is kept of it is."""
+
+    class Unread(io.StringIO):
+        file = (tmp_path / "output").open("w")
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            return self.file.fileno()
+
+    monkeypatch.setattr(sys, "stdout", Unread())
+    with pytest.raises(SystemExit) as ended:
+        main.main(["plugins"])
+    assert ended.value.code == 141 and os.fstat(Unread.file.fileno()).st_rdev == Path(os.devnull).stat().st_rdev
+
+
+def test_skills_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "skills"
+    assert main.main(["demo", "--write-skills", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"skills": ["shop", "teams", "orders"], "folder": str(folder)}
+    assert all((folder / skill).is_dir() for skill in told["skills"])
+
+
+def test_the_end_of_input_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of users are not sent after Ctrl-D."""
+    nothing: Any = None
+    monkeypatch.setattr(sample_listing, "stored_samples", lambda bank, snapshot: {"one": 2})
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert not push._agreed(nothing, nothing, parsed("push", ["bank", "me/bank", "--with-samples"]))
 
 
 def test_the_state_of_a_comparison_is_that_of_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

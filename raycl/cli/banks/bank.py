@@ -7,7 +7,7 @@ raycl bank export runs/mine/bank@7 --engine vllm --to s3://bucket/adapters
 
 import argparse
 
-from raycl.cli.commands import add_output, log_to_stderr, show
+from raycl.cli.commands import add_output, at_least, log_to_stderr, show
 
 BANK_HELP = "folder or URI of the bank, or of the run that publishes to it; to read, also hf://ORG/NAME[@REVISION]"
 REFERENCE = "branch, tag, latest, snapshot's number or hash"
@@ -87,12 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples", metavar="FILE", help="a handful of its texts: the router then selects it for texts like these"
     )
     importing.add_argument("--prompt", help="what stood around its texts: 'Classify: {text} Answer:'")
-    importing.add_argument("--tasks", nargs="*", default=[])
+    importing.add_argument("--tasks", nargs="*", action="extend", default=[])
     pruning = command("prune", "remove what no snapshot names")
     pruning.add_argument("--keep-snapshots", type=int, help="how many of the newest of each branch stay; default: all")
-    pruning.add_argument("--grace-s", type=float, default=3600.0, help="touch nothing younger")
+    pruning.add_argument("--grace-s", type=at_least(0, float), default=3600.0, help="touch nothing younger")
     pruning.add_argument(
-        "--sample-days", type=float, help="stored samples that are older are removed; default: as each run says"
+        "--sample-days",
+        type=at_least(0, float),
+        help="stored samples that are older are removed; default: as each run says",
     )
     pruning.add_argument("--dry-run", action="store_true")
     diff = command("diff", "what changed between two snapshots")

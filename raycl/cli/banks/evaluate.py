@@ -13,6 +13,11 @@ import sys
 from raycl.cli.banks import predict
 from raycl.cli.commands import is_override, log_to_stderr, note, show
 
+GENERAL = ("include_path", "limit", "shots", "chat_template", "allow_code")
+"""Options of --general, which scores no rows of files."""
+
+SHARED = ("bank", "words", "general", "json", "quiet")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     predict.add_input(parser, words="*")
@@ -33,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Separate files from settings."""
+    """Separate files from settings, and refuse options that would have no effect."""
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if without := [name for name in given if name not in SHARED and (name in GENERAL) == (options.general is None)]:
+        name = f"--{without[0].replace('_', '-')}"
+        parser.error(f"{name} needs --general" if options.general is None else f"{name} is about files: leave it out")
     if options.general is None:
         predict.sort_words(parser, options)
         return
@@ -76,8 +85,7 @@ def _general(options: argparse.Namespace) -> int:
     from raycl import config as configs
     from raycl.metrics.settings import GeneralConfig
 
-    names = ("include_path", "limit", "shots", "chat_template", "allow_code")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in GENERAL}
     settings = configs.validate(GeneralConfig, {"tasks": options.general.split(","), **given})
     with predict.open_model(options) as model:
         from raycl.operations.report.evaluation_report import ability_table

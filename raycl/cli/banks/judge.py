@@ -11,7 +11,7 @@ raycl judge runs/mine/bank@main HHH --url https://api.openai.com/v1 --model gpt-
 import argparse
 
 from raycl.cli.banks import predict
-from raycl.cli.commands import is_override, log_to_stderr, show
+from raycl.cli.commands import at_least, is_override, log_to_stderr, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait-s", metavar="S", type=float, help="seconds before a request is sent again, twice each time (default: 2)"
     )
     parser.add_argument("--to", default="judged", metavar="FOLDER", help="judged prompts (default: judged)")
-    parser.add_argument("--limit", metavar="N", type=int, help="prompts of each set (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: 512)")
+    parser.add_argument("--limit", metavar="N", type=at_least(1), help="prompts of each set (default: all)")
+    parser.add_argument("--max-tokens", type=at_least(1), default=512, help="of an answer (default: 512)")
     parser.add_argument("--chat-template", action="store_true", help="write prompts as messages of the chat template")
 
 

@@ -13,7 +13,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import echo, is_override, log_to_stderr, note, show
+from raycl.cli.commands import at_least, echo, is_override, log_to_stderr, note, show
 
 if TYPE_CHECKING:
     from raycl.bank import Bank, Snapshot
@@ -28,9 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="FOLDER", help="folder or URI for parts; default: standard output")
     parser.add_argument("--output", metavar="FILE", help="also one file of all rows: .csv, .jsonl or .parquet")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here"
+        "--workers",
+        type=at_least(1),
+        metavar="N",
+        help="answer parts on N workers of the Ray cluster at RAY_ADDRESS, or here",
     )
-    parser.add_argument("--part-rows", type=int, default=4096, help="rows of a part (default: 4096)")
+    parser.add_argument("--part-rows", type=at_least(1), default=4096, help="rows of a part (default: 4096)")
 
 
 def add_input(parser: argparse.ArgumentParser, words: str = "+") -> None:
@@ -60,7 +63,7 @@ def add_input(parser: argparse.ArgumentParser, words: str = "+") -> None:
     parser.add_argument("--split", default="test", help="of a dataset (default: test)")
     parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that has several")
     parser.add_argument("--task", help="task of all rows, if it is known")
-    parser.add_argument("--max-tokens", type=int, help="of generated answers (default: as in training)")
+    parser.add_argument("--max-tokens", type=at_least(1), help="of generated answers (default: as in training)")
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -75,13 +78,14 @@ def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
 
 def snapshot_of(options: argparse.Namespace) -> tuple[Bank, Snapshot, ServeConfig]:
     """Return what answers, and how."""
+    from raycl.config import inline_yaml
     from raycl.training.records.named_bank import snapshot_at
 
     bank, snapshot = snapshot_at(options.bank)
     from raycl.serve.offline.model import settings_here
     from raycl.serve.settings import load_serve_config
 
-    here = [f"{name}={value}" for name, value in settings_here(bank).items()]
+    here = [f"{name}={inline_yaml(value)}" for name, value in settings_here(bank).items()]
     if getattr(options, "workers", None):
         here = here[:1]  # each worker reserves its threads
     return bank, snapshot, load_serve_config(None, [*here, *options.overrides])

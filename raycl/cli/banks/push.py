@@ -73,4 +73,8 @@ def _agreed(bank: Bank, snapshot: Snapshot, options: argparse.Namespace) -> bool
         return True
     if not sys.stdin.isatty():
         raise BankError(f"{question}; add --yes to send them, or leave --with-samples out")
-    return input(f"{question}. Continue? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        answer = input(f"{question}. Continue? [y/N] ")
+    except EOFError:  # Ctrl-D
+        answer = ""
+    return answer.strip().lower() in ("y", "yes")

@@ -51,10 +51,11 @@ def _is_command(names: list[str]) -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Run one command; returns 1 if a candidate was refused."""
+    from raycl.config import inline_yaml
     from raycl.serve.settings import at_bank, load_serve_config
 
     log_to_stderr(options)
-    bank = [f"bank={options.bank}"] if options.bank else []
+    bank = [f"bank={inline_yaml(options.bank)}"] if options.bank else []
     drop = [f"gate.max_drop={options.max_drop}"] if options.max_drop is not None else []
     given = [*bank, *drop, *options.overrides]
     if options.print_config:

@@ -57,6 +57,7 @@ def write_rows(folder: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train on the skills, or continue, and print the matrix and the answers to some test rows."""
+    from raycl.config import inline_yaml
     from raycl.launch import console, driver, prepared_run
     from raycl.metrics.run_results import tasks_of
     from raycl.operations.report.tables import matrix_table
@@ -66,8 +67,9 @@ def run(options: argparse.Namespace) -> int:
     console.log_to_stderr(options.quiet)
     stopping.exit_on_sigterm()
     name = f"chat-{Path(options.chat).name.lower()}"
-    own = [f"backbone.name={options.chat}", f"stream.root={ROWS}", f"output.dir={options.dir}", f"output.name={name}"]
-    prepared = prepared_run.prepare(run_config.load_config(local_or_installed(FILE), own))
+    own = {"backbone.name": options.chat, "stream.root": str(ROWS), "output.dir": options.dir, "output.name": name}
+    overrides = [f"{key}={inline_yaml(value)}" for key, value in own.items()]
+    prepared = prepared_run.prepare(run_config.load_config(local_or_installed(FILE), overrides))
     note(options, f"run {prepared.storage.uri}")
     results = driver.train(prepared)
     answered = answers_of(prepared.storage, tasks_of(results))

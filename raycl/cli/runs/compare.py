@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("comparison", metavar="FILE", help="YAML with name, base, runs, seeds")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="for example base.train.epochs=1")
     parser.add_argument("--dir", default="runs", help="folder or URI for all runs (default: runs)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="just these rows, or runs of them: slm-s1")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", default=[], metavar="RUN", help="just these rows, or runs of them: slm-s1"
+    )
     add_allow_env(parser)
     parser.add_argument("--status", action="store_true", help="state of each run, and stop")
     parser.add_argument("--against", metavar="RUN", help="the row that verdicts compare with (default: the highest AP)")

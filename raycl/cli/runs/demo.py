@@ -7,7 +7,7 @@ raycl demo --write-skills data                           write the rows of these
 
 import argparse
 
-from raycl.cli.commands import note, parsed
+from raycl.cli.commands import parsed, show
 from raycl.cli.runs import chat_demo, compare
 
 FILE = "jobs/configs/compare/demo.yaml"
@@ -24,7 +24,8 @@ def run(options: argparse.Namespace) -> int:
     """Run a config or a comparison that is installed with raycl."""
     if options.write_skills:
         chat_demo.write_rows(options.write_skills)
-        note(options, f"wrote the rows of {', '.join(chat_demo.SKILLS)} to {options.write_skills}")
+        text = f"wrote the rows of {', '.join(chat_demo.SKILLS)} to {options.write_skills}"
+        show(options, text, {"skills": chat_demo.SKILLS, "folder": options.write_skills})
         return 0
     if options.chat:
         return chat_demo.run(options)

@@ -8,6 +8,7 @@ It works with every method, with and without the modifier migu. A run's probe.js
 """
 
 import argparse
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,14 +22,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, default=0.7, metavar="T", help="share of outputs that are not large (default: 0.7)"
     )
     parser.add_argument(
-        "--layer", default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
+        "--layer", type=regex, default="", metavar="REGEX", help="show layers whose path ends so (default: all of them)"
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="key.path=value", help="of a run's config, such as stream.root=/data"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key.path=value",
+        help="of a run's config, such as stream.root=/data",
     )
     parser.add_argument("--again", action="store_true", help="measure runs again that were measured before")
     parser.add_argument("--png", type=Path, help="write the overlaps of tasks as heat maps side by side")
     parser.add_argument("--csv", type=Path, help="write the overlaps with full precision")
+
+
+def regex(text: str) -> str:
+    """Return a regular expression, and refuse what is none."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is no regular expression: {error}") from error
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     from raycl.launch.probe import ProbeSettings, probe
     from raycl.operations.report.output_row_probe import probe_csv, probe_table, probes_of
     from raycl.operations.report.plots import probe_maps
+    from raycl.storage.output import write_output
 
     settings = ProbeSettings(options.rows, options.threshold)
     measured = [probe(folder, settings, options.set, options.again) for folder in folders]
@@ -47,7 +63,5 @@ def run(options: argparse.Namespace) -> int:
     if options.png:
         note(options, f"wrote {probe_maps(probes, options.png)}")
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        options.csv.write_text(probe_csv(probes), encoding="utf-8")
-        note(options, f"wrote {options.csv}")
+        note(options, f"wrote {write_output(options.csv, probe_csv(probes).encode())}")
     return 0

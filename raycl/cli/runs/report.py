@@ -138,10 +138,6 @@ def _title(roots: list[str]) -> str:
 
 
 def _write(options: argparse.Namespace, path: Path, text: str) -> None:
-    if path.is_dir():
-        from raycl.errors import RunError
+    from raycl.storage.output import write_output
 
-        raise RunError(f"'{path}' is a folder: name a file in it, such as {path / 'report.html'}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    note(options, f"wrote {path}")
+    note(options, f"wrote {write_output(path, text.encode())}")

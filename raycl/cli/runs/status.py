@@ -56,7 +56,7 @@ def _serve(options: argparse.Namespace) -> int:
         url = url_of(host, listens.getsockname()[1])
         if not is_loopback(host):
             echo(f"note: with --host {host} everyone who reaches this machine can read the page", file=sys.stderr)
-        echo(f"status of {options.run} on {url} (Ctrl-C ends it)", flush=True)
+        show(options, f"status of {options.run} on {url} (Ctrl-C ends it)", {"run": options.run, "url": url})
         if options.open:  # a browser in the terminal would block the page's server
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         PageServer(reader, listens, host, report=lambda: report_of(options.run)).run()

@@ -18,6 +18,9 @@ from raycl.cli.commands import add_allow_env, local_or_installed, note, show
 GPU_NAMES = ("a10g-24", "l4-24", "a100-40", "a100-80", "h100-80", "h200-141")
 """The names in `raycl.operations.plan.arithmetic`, repeated here so that `--help` does not import it."""
 
+PLAN = {"gpu": "a100-80", "gpus_per_node": 8, "utilisation": 0.4}
+"""Options of --plan and their defaults; `gpus` has that of the config."""
+
 SETTINGS = """settings that matter first (all: --print-config, and docs/reference):
   method=lora|slm|sapt|...       how tasks are learned          stream.name, stream.tasks   what is learned
   modifiers=[migu]               which rows are updated         train.epochs, train.learning_rate
@@ -40,18 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="show all settings, described, and stop")
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action="store_true", help="what the run would need on these GPUs, and stop")
-    plan.add_argument("--gpu", metavar="NAME", default="a100-80", help=f"one of {', '.join(GPU_NAMES)}")
+    plan.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPU_NAMES)} (default: {PLAN['gpu']})")
     plan.add_argument("--gpus", metavar="N", type=int, help="workers, a GPU each (default: launch.workers)")
-    plan.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="of each node (default: 8)")
-    plan.add_argument(
-        "--utilisation", metavar="SHARE", type=float, default=0.4, help="of the GPU's FLOP/s in training (default: 0.4)"
-    )
+    plan.add_argument("--gpus-per-node", metavar="N", type=int, help=f"of each node (default: {PLAN['gpus_per_node']})")
+    share = f"of the GPU's FLOP/s in training (default: {PLAN['utilisation']})"
+    plan.add_argument("--utilisation", metavar="SHARE", type=float, help=share)
     plan.add_argument("--methods", action="store_true", help="what each method keeps, needs and trains, and stop")
     parser.add_argument("--png", metavar="FILE", help="draw the matrix here (default: in the run folder, if local)")
 
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Separate the config file from settings, and refuse options that exclude each other."""
+    """Separate the config file from settings, and refuse options that exclude each other or have no effect."""
     files = [word for word in options.words[:1] if word.endswith((".yaml", ".yml")) and "=" not in word]
     options.overrides = options.words[len(files) :]
     if files and options.config:
@@ -59,11 +61,21 @@ def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     options.config = options.config or next(iter(files), None)
     if options.resume and options.config:
         parser.error(f"--resume takes the run's own config: leave {options.config} out")
-    if options.status and (options.words or options.config or options.resume):
-        parser.error("--status takes no other options")
-    planned = options.resume or options.status or options.add or options.revise
-    if options.plan and planned:
-        parser.error("--plan takes a config and overrides, no run that is there")
+    shows = _given(options, "status", "print_config", "plan", "methods")
+    of_run = _given(options, "resume", "add", "revise", "png")
+    if len(shows) > 1 or (shows and of_run):
+        parser.error(f"{shows[0]} shows something and stops: leave {[*shows[1:], *of_run][0]} out")
+    if (options.status or options.methods) and (options.words or options.config):
+        parser.error(f"{shows[0]} takes no config and no settings: leave {(options.words or [options.config])[0]} out")
+    planned = [f"--{name.replace('_', '-')}" for name in ("gpus", *PLAN) if getattr(options, name) is not None]
+    if planned and not options.plan:
+        parser.error(f"{planned[0]} needs --plan; launch.workers=N, a setting, trains on N workers")
+    vars(options).update({name: default for name, default in PLAN.items() if getattr(options, name) is None})
+
+
+def _given(options: argparse.Namespace, *names: str) -> list[str]:
+    """Return those of some options that are given, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -125,7 +137,7 @@ def _plan(options: argparse.Namespace, config: str | None) -> int:
     from raycl.training.setup import run_config
 
     settings = run_config.load_config(config, options.overrides)
-    gpus = options.gpus or settings.launch.workers
+    gpus = settings.launch.workers if options.gpus is None else options.gpus
     cluster = Cluster(gpu_named(options.gpu), gpus, options.gpus_per_node, options.utilisation)
     report = plan(settings, cluster)
     show(options, text(report), tree(report))

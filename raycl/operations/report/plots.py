@@ -29,6 +29,7 @@ from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.phase_summaries import AttentionWeights
 from raycl.operations.report.run_comparison import SeedMatrix, Spread, labels, seed_matrices
 from raycl.operations.report.tables import points
+from raycl.storage.output import write_output
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
 DARK = "#010101"
@@ -179,12 +180,14 @@ def save_png(figure: Figure, path: str | Path) -> Path:
     """Write the picture, and its folder where there is none.
 
     It has no empty margins, unless without them one side would be more than `MOST_STRETCHED` times the other.
+
+    Raises:
+        StorageError: it cannot be written.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    written = io.BytesIO()
     with _plain_words(figure):
-        figure.savefig(target, format="png", bbox_inches=_framed(figure))
-    return target
+        figure.savefig(written, format="png", bbox_inches=_framed(figure))
+    return write_output(path, written.getvalue())
 
 
 def svg_of(figure: Figure) -> str:

@@ -74,8 +74,9 @@ def test_routing_is_printed_and_drawn_for_runs_that_have_it(
     assert text.count("discriminant *") == 2 and text.count("routers:") == 1
     assert report([str(tmp_path / "lora"), "--router-png", str(png)]) == 1
     assert capsys.readouterr().err.startswith("error: none of these runs has a router to draw")
-    assert report([str(tmp_path), "--html", str(tmp_path)]) == 1
-    assert "is a folder: name a file in it, such as" in capsys.readouterr().err
+    for option, file in (("--html", tmp_path), ("--png", png / "a.png")):
+        assert report([str(tmp_path), option, str(file)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: cannot write '{file}': ")
 
 
 def test_errors_are_one_line_and_status_one(
