@@ -16,7 +16,8 @@ python jobs/benchmark.py predict                       answers for files beside 
 python jobs/benchmark.py evaluation --backbone DIR --data DIR  answers to test sets beside Hugging Face's generate
 python jobs/benchmark.py startup                       how long commands and runs take to begin, twelve short runs
 python jobs/benchmark.py memory                        what all processes of a run hold, under each engine
-python jobs/benchmark.py gpu                           all that only a GPU can answer, in 8 minutes of one
+python jobs/benchmark.py checkpoint                    host memory that writing a checkpoint takes
+python jobs/benchmark.py gpu                           all that only a GPU can answer, in 10 minutes of one
 python jobs/benchmark.py stream --json figures.json --check
 """
 
@@ -30,8 +31,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from raycl.cli.commands import echo
+from raycl.cli.commands import echo, say_error
+from raycl.errors import RayclError
 from raycl.launch.console import stderr_handler
+from raycl.storage.output import write_output
 
 BENCHMARKS = {
     "stream": "benchmarks.streams.stream",
@@ -76,7 +79,11 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure what the command line names; returns the exit status."""
     words = sys.argv[1:] if words is None else words
-    return run(parser(words).parse_args(words))
+    try:
+        return run(parser(words).parse_args(words))
+    except RayclError as error:
+        say_error(str(error))
+        return error.exit_status
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,10 +97,12 @@ def run(options: argparse.Namespace) -> int:
     if text is not None:
         echo(text)
         return 0
+    if options.json:
+        write_output(options.json, b"", appends=True)  # what cannot be written is said before minutes of measuring
     report = module.measure(options)
     echo(table(report))
     if options.json:
-        options.json.write_text(json.dumps(report.tree(), indent=1) + "\n")
+        write_output(options.json, f"{json.dumps(report.tree(), indent=1)}\n".encode())
     for name in report.missed:
         echo(f"misses its target: {name}", file=sys.stderr)
     return 1 if options.check and report.missed else 0

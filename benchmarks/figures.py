@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -109,7 +110,8 @@ def measured(
     finally:
         torch.set_num_threads(usual)
     busy = [f"the load was {before:.1f} when this began: times and their ratios say little"] if before > BUSY else []
-    settings = {key: value for key, value in vars(options).items() if key in shown}
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: value for key, value in settings.items() if key in shown}
     return Report(name, settings, result, machine(before), [*notes, *busy])
 
 

@@ -73,7 +73,7 @@ def _figures(options: argparse.Namespace) -> Iterator[Figure]:
         size = (tasks, options.batch_size, options.rounds)
         return GrownSlm(*size, options.router) if is_slm else GrownSapt(*size, options.sharpness)
 
-    few = options.tasks[0]
+    few = min(options.tasks)
     for tasks in options.tasks:
         grown = make(tasks)
         memory = psutil.Process().memory_info().rss / 2**20
@@ -138,7 +138,7 @@ class Grown:
         return self.method.stack
 
     def slot(self, rank: int, scale: float) -> AdapterState:
-        """Return a block of an earlier task."""
+        """Return an adapter of an earlier task."""
 
         def small(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=self.draw) * 0.01
@@ -246,7 +246,7 @@ class GrownSapt(Grown):
         super().__init__(tasks, batch_size, rounds, {"name": "sapt"})
 
     def learn(self, tasks: int) -> None:
-        """Keys, blocks and memories."""
+        """Draw keys, adapters and entries of the replay buffer."""
         assert isinstance(self.context.method, Sapt)
         self.method = self.context.method
         config, attention = self.method.config, self.method.attention

@@ -46,7 +46,7 @@ def measure_runs(count: int, folder: Path, before: Path | None) -> Iterator[Figu
     """Yield the share of the reference's time that the runs take, and the memory that their process gains.
 
     Args:
-        count: runs, at least two.
+        count: number of runs; of a single one there is no gain.
         before: another checkout of raycl, whose `raycl compare` is the reference; None: a worker group for each run.
     """
     tree = {"name": "runs", "base": BASE, "runs": {"lora": {"set": ["method=lora"]}}, "seeds": list(range(count))}
@@ -63,5 +63,7 @@ def measure_runs(count: int, folder: Path, before: Path | None) -> Iterator[Figu
         yield Figure(f"{label}{kind}", own / theirs, "x", SHARE, detail=detail)
     results = [folder / "warm" / "runs" / f"lora-s{seed}" / "results.json" for seed in range(count)]
     peaks = [float(json.loads(result.read_text())["peak_memory_mb"]) for result in results]
-    detail = f"at most {', '.join(f'{peak:.0f}' for peak in peaks)} MB in its runs"
-    yield Figure("memory of the worker's process, last run above the second", peaks[-1] - peaks[1], "MB", detail=detail)
+    if count > 1:
+        detail = f"at most {', '.join(f'{peak:.0f}' for peak in peaks)} MB in its runs"
+        name = "memory of the worker's process, last run above the second"
+        yield Figure(name, peaks[-1] - peaks[1], "MB", detail=detail)

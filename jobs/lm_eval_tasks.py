@@ -11,46 +11,61 @@ rows too, so that nothing of DATA is read later.
 import argparse
 import json
 import random
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from raycl.cli.commands import say_error
+from raycl.data.sources.fields import Columns, SourceRow
+from raycl.data.sources.formats import read_definition, read_rows
+from raycl.data.sources.source import SourceFile
+from raycl.errors import RayclError
+from raycl.storage.output import write_output
+
 LABELS, CHOICES = 10, 4
 """A task with at most so many different answers has all of them as choices; others have so many choices."""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Write the files."""
+def main(arguments: list[str] | None = None) -> int:
+    """Write the files; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of tasks, each a folder with test.json")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the task files are written")
     parser.add_argument("tasks", nargs="+", metavar="TASK", help="names of tasks in DATA")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    for name in options.tasks:
-        source = json.loads((options.data / name / "test.json").read_text())
-        rows = options.folder / f"{name}.jsonl"
-        rows.write_text("".join(f"{json.dumps(row)}\n" for row in questions(source)))
-        file = options.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(task_file(name, rows.absolute()), sort_keys=False))
+    try:
+        for name in options.tasks:
+            source = SourceFile.at(str(options.data / name / "test.json"))
+            rows = list(read_rows(source, "natural_instructions", Columns()))
+            _write(options.folder, name, questions(read_definition(source), rows))
+    except RayclError as error:
+        say_error(str(error))
+        return error.exit_status
+    return 0
 
 
-def questions(source: dict[str, Any]) -> list[dict[str, Any]]:
+def _write(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    file = write_output(folder / f"{name}.jsonl", lines.encode())
+    write_output(folder / f"{name}.yaml", yaml.safe_dump(task_file(name, file.absolute()), sort_keys=False).encode())
+
+
+def questions(definition: str, source: Sequence[SourceRow]) -> list[dict[str, Any]]:
     """Return a task's rows as questions: the definition with the input, the choices and the place of the right one."""
-    answers = [row["output"] if isinstance(row["output"], str) else row["output"][0] for row in source["Instances"]]
-    accepted = [{row["output"]} if isinstance(row["output"], str) else {*row["output"]} for row in source["Instances"]]
-    known = sorted(set(answers))
+    known = sorted({row.references[0] for row in source})
     rows = []
-    for number, (row, answer) in enumerate(zip(source["Instances"], answers, strict=True)):
-        others = [other for other in known if other not in accepted[number]]
+    for number, row in enumerate(source):
+        others = [other for other in known if other not in row.references]
         draw = random.Random(number)
         if len(known) > LABELS:
-            others = draw.sample(others, CHOICES - 1)
-        choices = [answer, *others]
+            others = draw.sample(others, min(CHOICES - 1, len(others)))
+        choices = [row.references[0], *others]
         draw.shuffle(choices)
-        query = f"{source['Definition'][0].strip()}\n\n{row['input'].strip()}\nAnswer:"
-        rows.append({"query": query, "choices": choices, "gold": choices.index(answer)})
+        query = "\n\n".join(filter(None, (definition, f"{row.text.strip()}\nAnswer:")))
+        rows.append({"query": query, "choices": choices, "gold": choices.index(row.references[0])})
     return rows
 
 
@@ -72,4 +87,4 @@ def task_file(name: str, rows: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

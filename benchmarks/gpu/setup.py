@@ -47,7 +47,7 @@ class Setup:
     Attributes:
         tiny: sizes at which every part ends in seconds on a CPU: its results are checked, its times mean nothing.
         notes: omissions and their reasons.
-        limits: once they are known (`benchmarks.gpu.context.limits`).
+        limits: once they are known (`benchmarks.gpu.parts.limits`).
         closing: resources that are closed when a part ends.
     """
 
@@ -127,7 +127,7 @@ def check_close(what: str, result: Tensor, expected: Tensor, tolerance: float | 
     """Check that a result is close to the reference's.
 
     Args:
-        tolerance: None: that of the type of `found`.
+        tolerance: None: that of the type of `result`.
 
     Raises:
         WrongResultError: it differs by more than the tolerance, as a share of the reference's largest value.

@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Return rows per second of both, in turn; memory after the first tenth of the rows and at the end."""
+    """Return rows per second of both, in turn, and the memory that the rounds after the first one add."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         figures = _figures(Path(folder), options)

@@ -350,8 +350,8 @@ def _started(kind: Any, bank: Bank, options: argparse.Namespace, node_index: int
     """Bring a variant up; its URL.
 
     Args:
-        place: number of its application, where several are up at once: behind the proxy the first part of its paths
-            names it, and one that listens itself has a port of its own.
+        node_index: number of its application, where several are up at once: behind the proxy the first part of its
+            paths names it, and one that listens itself has a port of its own.
     """
     tree: dict[str, Any] = {"bank": bank.storage.address, "threads": options.threads, "dtype": options.dtype}
     direct = options.ingress == "direct"

@@ -21,7 +21,7 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class ReplayEntry:
+class ProcessMemory:
     """The memory of one process, in KiB: its part of the mapped token files, and private memory elsewhere."""
 
     mapped_pss: int
@@ -50,7 +50,7 @@ def _touch(table: TokenTable, rows: range) -> int:
     return ids + words + int(table.row_numbers(rows).sum())
 
 
-def memory(smaps: str) -> ReplayEntry:
+def memory(smaps: str) -> ProcessMemory:
     """Sum up the text of a `/proc/PID/smaps`."""
     pss = private = 0
     for name, sizes in _mappings(smaps):
@@ -58,7 +58,7 @@ def memory(smaps: str) -> ReplayEntry:
             pss += sizes["Pss"]
         else:
             private += sizes["Private_Dirty"] + sizes["Private_Clean"]
-    return ReplayEntry(pss, private)
+    return ProcessMemory(pss, private)
 
 
 def _mappings(smaps: str) -> Iterator[tuple[str, dict[str, int]]]:

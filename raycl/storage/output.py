@@ -5,8 +5,8 @@ from pathlib import Path
 from raycl.errors import StorageError
 
 
-def write_output(path: str | Path, content: bytes) -> Path:
-    """Write a file, and its folder where there is none.
+def write_output(path: str | Path, content: bytes, appends: bool = False) -> Path:
+    """Write a file, or more of it, and its folder where there is none.
 
     Raises:
         StorageError: it cannot be written.
@@ -14,7 +14,8 @@ def write_output(path: str | Path, content: bytes) -> Path:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
+        with target.open("ab" if appends else "wb") as file:
+            file.write(content)
     except OSError as error:
         raise StorageError(
             f"cannot write '{target}': {error}: name a file in a folder that you may write to"

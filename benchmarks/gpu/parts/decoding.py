@@ -59,7 +59,7 @@ class Models:
 
     @cached_property
     def bare(self) -> Backbone:
-        """Return whether there are no adapters."""
+        """The backbone without adapters."""
         return decoder(self.setup, "7B")
 
     @cached_property

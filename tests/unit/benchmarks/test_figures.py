@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.figures import Figure, Report, machine, number, table
+from benchmarks.figures import Figure, Report, machine, measured, number, table
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,12 @@ def test_a_figure_is_compared_with_its_target(figure: Figure, ok: bool | None) -
 
 def report(*figures: Figure) -> Report:
     return Report("stream", {"rows": 8}, figures, machine(0.5), ["mini-t5 left out"])
+
+
+def test_settings_that_are_paths_are_written_too() -> None:
+    options = Namespace(dir=Path("folder"), rows=8, other=1)
+    tree = measured("bank", options, ("dir", "rows"), lambda: [Figure("time", 2.0, "s")]).tree()
+    assert json.loads(json.dumps(tree))["settings"] == {"dir": "folder", "rows": 8}
 
 
 def test_only_missed_targets_count_as_missed() -> None:

@@ -8,7 +8,7 @@ from benchmarks.growth import LIMITS, measure
 
 
 def test_sapts_times_have_a_limit_and_sharp_attention_activates_few_adapters() -> None:
-    sizes = {"tasks": [1, 5], "batch_size": 4, "rounds": 1, "threads": 1, "router": "discriminant"}
+    sizes = {"tasks": [5, 1], "batch_size": 4, "rounds": 1, "threads": 1, "router": "discriminant"}
     report = measure(Namespace(**sizes, method="sapt", sharpness=30.0))
     figures = {figure.name: figure for figure in report.figures}
     limits = [figures[f"5 tasks: time per {what} over 1 tasks'"].target for what in ("step", "answer")]

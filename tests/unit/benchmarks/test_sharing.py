@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fork_server import Call, ForkServer
 
-from benchmarks.streams.reader import SMAPS, ReplayEntry, memory
+from benchmarks.streams.reader import SMAPS, ProcessMemory, memory
 
 TEXT = """\
 7f0000000000-7f0000100000 r--s 00000000 fd:01 1234    /cache/tokens/0a b.arrow
@@ -31,7 +31,7 @@ Private_Dirty:        12 kB
 
 
 def test_mapped_and_private_memory_are_distinguished() -> None:
-    assert memory(TEXT) == ReplayEntry(mapped_pss=500, private=216)
+    assert memory(TEXT) == ProcessMemory(mapped_pss=500, private=216)
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="Linux only")
