@@ -357,7 +357,11 @@ def test_the_comparisons_that_come_with_raycl_hold_no_unused_settings(
         model(tmp_path / name, kind)
     for name in ("RAYCL_DATA", "RAYCL_MODELS"):
         monkeypatch.setenv(name, str(tmp_path))
-    assert load_comparison(str(path)).runs
+    comparison = load_comparison(str(path))
+    rows = [row for row in comparison.runs.values() if row.fused is None]
+    runs = sum(len(comparison.seeds if row.seeds is None else row.seeds) for row in rows)
+    stated = {int(count) for count in re.findall(r"^#.*\b(\d+) runs\b", path.read_text(), re.MULTILINE)}
+    assert rows and stated <= {runs}, "its head counts other runs than it has"
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("jobs/configs/*.yaml")), ids=lambda path: path.name)

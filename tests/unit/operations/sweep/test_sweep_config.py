@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,8 @@ def test_ready_sweeps_are_valid_and_hold_no_unused_settings(path: Path) -> None:
     if sweep.plans:
         trials = sweep.trials()
         assert len({str(trial) for trial in trials}) == len(trials) > 1
+        stated = {int(count) for count in re.findall(r"^#.*\b(\d+) trials\b", path.read_text(), re.MULTILINE)}
+        assert stated <= {len(trials)}, "its head counts other trials than it has"
 
 
 def test_there_are_ready_sweeps() -> None:
