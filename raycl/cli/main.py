@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from raycl import __version__
 from raycl.cli.commands import COMMANDS, echo, parser_of, run
@@ -51,7 +51,20 @@ def completion(shell: str) -> str:
     names = argument_parser.add_subparsers()
     for name, command in COMMANDS.items():
         names.add_parser(name, help=command.summary, parents=[parser_of(name, f"raycl {name}")], add_help=False)
+    for action in _actions(argument_parser):
+        if action.nargs != 0 and not action.choices:
+            vars(action)["complete"] = (
+                shtab.FILE
+            )  # most values are paths, and shells complete nothing else by themselves
     return str(shtab.complete(argument_parser, shell))
+
+
+def _actions(argument_parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the options and words of a parser and of those below it."""
+    for action in argument_parser._actions:
+        yield action
+        for below in action.choices.values() if isinstance(action.choices, dict) else ():
+            yield from _actions(below)
 
 
 if __name__ == "__main__":

@@ -132,11 +132,17 @@ for libraries, commands in {WRONG}:
     assert len(said) == sum(len(commands) for _, commands in WRONG) and all(line.startswith("error: ") for line in said)
 
 
-def test_completion_knows_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_knows_commands_their_options_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["--completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in (*COMMANDS, "--print-config", "--keep-snapshots", "--only"))
-    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    (tmp_path / "rows.jsonl").touch()
+    expected = {"raycl tr": "train", "raycl train --config r": "rows.jsonl", "raycl bank list r": "rows.jsonl"}
+    expected["raycl bank export b --engine v"] = "vllm"
+    for line in expected:
+        script += f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_raycl; echo $COMPREPLY\n"
+    done = subprocess.run(["bash"], input=script, text=True, check=True, cwd=tmp_path, capture_output=True)
+    assert done.stdout.splitlines() == list(expected.values()) and not done.stderr
 
 
 def test_settings_may_follow_the_rows_of_a_comparison() -> None:
