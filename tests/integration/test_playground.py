@@ -546,7 +546,7 @@ def test_labels_of_long_times_are_whole(page: Page, served: Get) -> None:
 def test_metrics_of_several_replicas_are_summed(page: Page, served: Get) -> None:
     start = int(time.time()) // 10 * 10 - 20
     classes, scores = [0, 0, 4] + [0] * 13, [0] * 9 + [2]
-    one = {"start": start, "statuses": {"2": 4}, "answers": 4, "tokens": 8, "weights": {HOSTILE: 3.0, "colour": 1.0}}
+    one = {"start": start, "statuses": {"2": 4}, "answers": 4, "tokens": 8, "weights": {HOSTILE: 3.0, "colour": -1.0}}
     one |= {"total_ms": classes, "first_ms": classes, "queue_ms": classes, "ood": scores, "ood_sum": 1.9}
     replies = iter(["one:1", "two:2"])
     bounds = served("bert").ask("/v1/metrics")[1]["bounds_ms"]
@@ -564,6 +564,9 @@ def test_metrics_of_several_replicas_are_summed(page: Page, served: Get) -> None
     expect(page.locator("#totals dd").first).to_have_text("8")
     assert page.locator("#totals dd").all_inner_texts()[4:] == ["5.0 ms", "5.0 ms", "0.95"]
     expect(page.locator("#weights-title + .legend li").first).to_have_text(HOSTILE)
+    dots = page.locator("#weights circle").evaluate_all("all => all.map(dot => dot.cy.baseVal.value)")
+    floor = page.locator("#weights svg").evaluate("svg => svg.viewBox.baseVal.height - 22")
+    assert len(dots) == 2 and 0 < dots[0] < dots[1] < floor, "a weight below 0 is drawn inside the picture"
     assert page.locator("main img, main script").count() == 0 and page.title() == "raycl metrics"
 
 

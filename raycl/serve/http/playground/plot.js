@@ -21,13 +21,15 @@ export function plot(box, lines, times, { unit = "", top, empty }) {
   const [width, height] = [box.clientWidth, box.clientHeight];
   const values = lines.flatMap((line) => line.values).filter((value) => value !== null);
   const most = top ?? Math.max(1e-3, ...values) * 1.08;
-  const longest = Math.max(...ticks(most).map((value) => `${shown(value)}${unit}`.length));
+  const least = Math.min(0, ...values) * 1.08;
+  const marks = ticks(most - least).flatMap((value) => (value ? [-value, value] : [value])).filter((value) => least <= value && value <= most);
+  const longest = Math.max(...marks.map((value) => `${shown(value)}${unit}`.length));
   const left = Math.max(MARGIN.left, 10 + LETTER * longest);
   const x = (place) => left + (place / Math.max(1, times.length - 1)) * (width - left - MARGIN.right);
-  const y = (value) => height - MARGIN.bottom - (value / most) * (height - MARGIN.top - MARGIN.bottom);
+  const y = (value) => height - MARGIN.bottom - ((value - least) / (most - least)) * (height - MARGIN.top - MARGIN.bottom);
   const now = lines.map((line) => `${line.name} ${shown(line.values.findLast((value) => value !== null) ?? 0)}${unit}`);
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": values.length ? `Newest: ${now.join(", ")}` : empty });
-  for (const value of ticks(most)) {
+  for (const value of marks) {
     svg.append(shape("line", { class: "grid", x1: x(0), x2: x(times.length - 1), y1: y(value), y2: y(value) }));
     svg.append(shape("text", { x: x(0) - 6, y: y(value) + 4, "text-anchor": "end" }, `${shown(value)}${unit}`));
   }
