@@ -23,16 +23,13 @@ from benchmarks.figures import Figure
 from raycl.backbone import Backbone
 from raycl.backbone.load import wrap_model
 from raycl.bank import Bank, NewSnapshot, Snapshot
-from raycl.bank.bank import info_of
 from raycl.bank.manifest import AdapterManifest, ModelInfo, RouterInfo
 from raycl.bank.object_store import ObjectStoreCache, shared_readers
-from raycl.bank.states import put_state
 from raycl.bank.tensor_groups import TensorGroups
-from raycl.methods.base import packed
 from raycl.methods.lora.inclora import IncLora, IncLoraConfig
 from raycl.storage import Storage
 from raycl.testing.tiny_models import word_tokenizer
-from raycl.training.records.bank_start import read_training_state
+from raycl.training.records.bank_start import put_training_state, read_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from raycl.training.records.tensor_objects import TensorObjects
 from raycl.training.workers.memory import return_freed_memory
@@ -110,12 +107,14 @@ def make_snapshot(
     bank: Bank, run: Storage, states: dict[str, AdapterState], manifests: list[AdapterManifest]
 ) -> Snapshot:
     """Return a snapshot with a training state, and checkpoints that name its adapters: `one`, or `all`."""
-    groups = packed(states).groups
-    infos = {group: info_of(tensors) for group, tensors in groups.items()}
-    method = {"labels": [], "task": "", "trainable_labels": [], "learned": [[name, []] for name in states]}
-    training = put_state(bank, {"phase": 0, "steps": 1, "method": method, "modifiers": {}, "phases": []}, groups, infos)
+    rank, width = next(iter(states.values())).linears[PATHS[0]][0].shape
+    learned = IncLora(IncLoraConfig(r=rank), make_backbone(width), 0)
+    learned._load(states, later=True)
+    method, tensors = learned.state_dict()
+    objects = TensorObjects(run, bank.storage)
+    infos = {group: objects.info(group, held) for group, held in tensors.groups.items()}
+    training = put_training_state(bank, Checkpoint(0, 1, 1, method, {}, frozen_state=tensors), [], objects)
     for name, count in (("one", 1), ("all", len(infos))):
-        objects = TensorObjects(run, bank.storage)
         frozen = TensorGroups(objects.get(dict(list(infos.items())[:count])))
         values = {**method, "learned": method["learned"][:count]}
         write_checkpoint(run, name, Checkpoint(0, 1, 1, values, {}, frozen_state=frozen), objects)
