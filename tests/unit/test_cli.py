@@ -168,6 +168,7 @@ REFUSED = {
     "train --status run --config a.yaml": "--status takes no config and no settings: leave a.yaml out",
     "evaluate bank rows.csv --limit 5": "--limit needs --general",
     "evaluate bank --general arc --png a.png": "--png is about files: leave it out",
+    "serve bank activate 3 --max-drop 1": "--max-drop has no effect on activate",
     "predict bank rows.csv --part-rows 0": "--part-rows: '0': expected a whole number, 1 or more",
     "predict bank rows.csv --workers -2 --to a": "--workers: '-2': expected a whole number, 1 or more",
     "predict bank rows.csv --max-tokens 0": "--max-tokens: '0': expected a whole number, 1 or more",

@@ -43,6 +43,8 @@ def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             "SNAPSHOT is a number, a branch or the first digits of a hash"
         )
     options.command, options.snapshot = names or ("serve", "")
+    if options.command == "activate" and options.max_drop is not None:
+        parser.error("--max-drop has no effect on activate, which asks no gate: leave it out, or promote the snapshot")
 
 
 def _is_command(names: list[str]) -> bool:
