@@ -30,7 +30,7 @@ from raycl.cli.runs.status import report_of
 from raycl.errors import ResumeError, RunError
 from raycl.launch import prepared_run
 from raycl.launch.page.progress import POINTS
-from raycl.launch.page.server import RunReader, make_app
+from raycl.launch.page.server import PageServer, RunReader, make_app
 from raycl.storage import Storage
 from raycl.training.records.progress import StepResult, Trace, read_trace
 from raycl.types import Phase
@@ -214,6 +214,16 @@ def test_the_command_prints_its_address_and_ends_by_ctrl_c(
     fork_server.run([Call(f"{__name__}:serve_until_ctrl_c", (storage.uri, log, answer), log)], 60)
     assert re.fullmatch(rf"status of {storage.uri} on http://127\.0\.0\.1:\d+ \(Ctrl-C ends it\)\n", log.read_text())
     assert json.loads(answer.read_text())["state"] == "waiting"
+
+
+def test_the_address_is_one_document_too(
+    complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, storage = started(complete("bert", "lora", "torch"), tmp_path)
+    monkeypatch.setattr(PageServer, "run", lambda self: None)
+    assert main(["status", storage.uri, "--web", "--port", "0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["run"] == storage.uri and re.fullmatch(r"http://127\.0\.0\.1:\d+", told["url"])
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
