@@ -153,6 +153,8 @@ def test_settings_may_follow_the_rows_of_a_comparison() -> None:
 def test_an_option_that_is_repeated_adds_to_what_it_had() -> None:
     assert parsed("compare", ["c.yaml", "--only", "lora", "--only", "slm"]).only == ["lora", "slm"]
     assert parsed("probe", ["run", "--set", "a=1", "--set", "b=2"]).set == ["a=1", "b=2"]
+    assert parsed("report", ["run", "--measure", "ap", "--measure", "f_ra"]).measure == ["ap", "f_ra"]
+    assert parsed("clean", ["--only", "cache", "--only", "prefixes"]).only == ["cache", "prefixes"]
     words = ["import", "bank", "folder", "--name", "n", "--tasks", "a", "--tasks", "b"]
     assert parsed("bank", words).tasks == ["a", "b"]
 

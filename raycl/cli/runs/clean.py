@@ -16,7 +16,9 @@ KINDS = ("checkpoints", "prefixes", "cache")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", help="folder or URI of runs (default: as output.dir of a run)")
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="just these (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", choices=KINDS, default=[], help="just these (default: all)"
+    )
     parser.add_argument("--remove", action="store_true", help="remove what is shown")
 
 
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     folder = Storage.at(options.folder or run_config.default_directory())
     if options.folder and not folder.exists():
         raise StorageError(f"'{folder.uri}' does not exist: expected the folder or URI of runs, check the path")
-    items = removable(folder, options.only)
+    items = removable(folder, options.only or KINDS)
     lines = [f"{item.bytes / 1e6:10,.1f} MB  {item.kind:12} {item.folder.uri}" for item in items]
     total = sum(item.bytes for item in items)
     lines += [f"without {kind}: {EFFECTS[kind]}" for kind in dict.fromkeys(item.kind for item in items)]

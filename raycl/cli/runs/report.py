@@ -25,7 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--against", metavar="NAME", help="the reference of verdicts (default: the highest AP)")
     parser.add_argument(
-        "--measure", nargs="+", choices=("ap", "f_ra"), default=["ap"], help="what verdicts are about (default: ap)"
+        "--measure",
+        nargs="+",
+        action="extend",
+        choices=("ap", "f_ra"),
+        default=[],
+        help="what verdicts are about (default: ap)",
     )
     parser.add_argument("--html", type=Path, help="write one page with all tables and pictures, which needs no network")
     parser.add_argument("--png", type=Path, help="draw the matrices as heat maps, in rows")
@@ -67,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         pages += [page for result in matrix.results if options.each or not several for page in tables_of(result)]
     pages += [routing_comparison(routed)] if len(routed) > 1 else []
     pages.append(comparison_table(compare(results)))
-    verdicts = {measure: verdicts_of(results, options.against, measure) for measure in options.measure}
+    verdicts = {measure: verdicts_of(results, options.against, measure) for measure in options.measure or ["ap"]}
     pages += [verdict_table(some) for some in verdicts.values() if some]
     trees = [verdict.tree for some in verdicts.values() for verdict in some]
     show(options, "\n\n".join(map(str, pages)), {"results": results, "verdicts": trees})
