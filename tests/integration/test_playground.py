@@ -556,12 +556,14 @@ def test_metrics_of_several_replicas_are_summed(page: Page, served: Get) -> None
         route.fulfill(json=tree)
 
     page.route("**/v1/metrics", answer)
+    page.route("**/v1/drift", lambda route: route.fulfill(status=503, json={"error": {"message": "not now"}}))
     page.clock.install()
     page.goto(f"{served('bert').url}/playground/metrics.html")
     expect(page.locator("#state")).to_have_text("1 replica")
     page.clock.run_for(5000)
     expect(page.locator("#state")).to_have_text("2 replicas")
     expect(page.locator("#totals dd").first).to_have_text("8")
+    expect(page.locator("#drift-note")).to_have_text("not now")
     assert page.locator("#totals dd").all_inner_texts()[4:] == ["5.0 ms", "5.0 ms", "0.95"]
     expect(page.locator("#weights-title + .legend li").first).to_have_text(HOSTILE)
     dots = page.locator("#weights circle").evaluate_all("all => all.map(dot => dot.cy.baseVal.value)")

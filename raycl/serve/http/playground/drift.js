@@ -16,7 +16,14 @@ const replicas = new Map();
 
 /** As on the rest of the page, what each replica said last is kept, and summed. */
 async function refresh() {
-  const found = await json("v1/drift");
+  let found;
+  try {
+    found = await json("v1/drift");
+  } catch (error) {
+    if (!(error instanceof Refused) || error.status === 401) throw error;
+    show($("drift-note"), error.message); // at the top of the page, the next reading of the metrics would remove it
+    return;
+  }
   replicas.set(found.replica, { ...found, seen: Date.now() });
   for (const [name, one] of replicas) {
     if (Date.now() - one.seen > LOST_MS || one.snapshot !== found.snapshot) replicas.delete(name);
