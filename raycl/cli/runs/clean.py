@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show sizes, then remove."""
-    from raycl.operations.sweep.disk import EFFECTS, removable, remove
+    from raycl.operations.sweep.disk import EFFECTS, removable
     from raycl.progress import counted_off
     from raycl.storage import Storage
     from raycl.training.setup import run_config
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         echo("\n".join(lines) if items else "nothing to remove")
     removed = options.remove and bool(items)
     for item in counted_off(items if removed else [], "removing folders"):
-        remove(item)
+        item.folder.delete("")
     found = [{"kind": item.kind, "folder": item.folder.uri, "bytes": item.bytes} for item in items]
     end = (
         f"removed {total / 1e6:,.1f} MB"

@@ -113,9 +113,11 @@ class RouterSummary:
         )
 
     @property
-    def confused(self) -> dict[str, dict[str, float]]:
-        """The confusion of the kind that chose, where texts are routed, in the order of `tasks`."""
-        return ordered(self.confusion.get(self.used, {}), self.tasks)
+    def confused(self) -> dict[str, list[float]]:
+        """Task with dev texts -> percent of them that the kind that chose sends to each of `tasks`, where it chooses by
+        texts."""
+        by_task = ordered(self.confusion.get(self.used, {}), self.tasks)
+        return {task: [shares.get(other, 0.0) for other in self.tasks] for task, shares in by_task.items()}
 
     @property
     def rated(self) -> list[str]:

@@ -27,7 +27,7 @@ from raycl.errors import RunError
 from raycl.metrics.run_results import short_names
 from raycl.operations.report.output_row_probe import ALL, Probes
 from raycl.operations.report.phase_summaries import AttentionWeights
-from raycl.operations.report.run_comparison import SeedMatrix, Spread, labels, seed_matrices
+from raycl.operations.report.run_comparison import Spread, labels, seed_matrices
 from raycl.operations.report.tables import points
 from raycl.storage.output import write_output
 
@@ -65,32 +65,44 @@ def matrix_figure(results: Sequence[Tree], widest: float = math.inf) -> Figure:
     matrices = seed_matrices(results)
     if not 0 < len(matrices) <= MOST_PANELS:
         raise RunError(f"a picture of {len(matrices)} settings cannot be read: give between 1 and {MOST_PANELS}")
-    sizes = [(CELL_WIDTH * len(matrix.tasks), CELL_HEIGHT * len(matrix.phases)) for matrix in matrices]
-    rooms = [
-        (MARGIN + max(width, len(matrix.title) * 0.08), MATRIX_ABOVE + height + MATRIX_BELOW)
-        for matrix, (width, height) in zip(matrices, sizes, strict=True)
-    ]
-    figure, corners = arranged(rooms, 1.0, widest)
-    for matrix, (left, top), (width, height) in zip(matrices, corners, sizes, strict=True):
-        axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
-        draw_cells(axes, means_of(matrix.cells), matrix.tasks, matrix.phases, _deviations(matrix))
+    shapes = [(len(matrix.tasks), len(matrix.phases)) for matrix in matrices]
+    figure, panels, right = matrix_panels([matrix.title for matrix in matrices], shapes, 1.0, widest)
+    for matrix, axes in zip(matrices, panels, strict=True):
+        deviations = [[cell and cell.std for cell in row] for row in matrix.cells]
+        draw_cells(axes, means_of(matrix.cells), matrix.tasks, matrix.phases, np.array(deviations, dtype=float))
         axes.set_xlabel("score on", fontsize=9)
         axes.set_ylabel("after training on", fontsize=9)
         known = {title: matrix.numbers[name] for title, name in (("AP", "ap"), ("F.Ra", "f_ra"))}
         numbers = [f"{title} {points(value)}" for title, value in known.items() if value is not None]
         axes.set_title(f"{matrix.title}\n{'   '.join(numbers)}", fontsize=9, loc="left")
-    right = max(left + MARGIN + width for (left, _), (width, _) in zip(corners, sizes, strict=True))
-    draw_scale(axes_at(figure, right + 0.2, 0.12, max(sizes[0][1], 1.2), MATRIX_ABOVE))
+    draw_scale(axes_at(figure, right + 0.2, 0.12, max(CELL_HEIGHT * len(matrices[0].phases), 1.2), MATRIX_ABOVE))
     return figure
+
+
+def matrix_panels(
+    titles: Sequence[str], shapes: Sequence[tuple[int, int]], right: float, widest: float
+) -> tuple[Figure, list[Axes], float]:
+    """Return a page, axes for a matrix under each title, and the right edge of the rightmost, in inches.
+
+    Args:
+        shapes: columns and rows of each matrix. right, widest: see `arranged`.
+    """
+    sizes = [(CELL_WIDTH * columns, CELL_HEIGHT * rows) for columns, rows in shapes]
+    rooms = [
+        (MARGIN + max(width, 0.08 * len(title)), MATRIX_ABOVE + height + MATRIX_BELOW)
+        for title, (width, height) in zip(titles, sizes, strict=True)
+    ]
+    figure, corners = arranged(rooms, right, widest)
+    panels = [
+        axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
+        for (left, top), (width, height) in zip(corners, sizes, strict=True)
+    ]
+    return figure, panels, max(left + MARGIN + width for (left, _), (width, _) in zip(corners, sizes, strict=True))
 
 
 def means_of(cells: Sequence[Sequence[Spread | None]]) -> NDArray[np.float64]:
     """Return the means of cells, NaN where there is none."""
     return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells], dtype=float)
-
-
-def _deviations(matrix: SeedMatrix) -> NDArray[np.float64]:
-    return np.array([[getattr(cell, "std", None) for cell in row] for row in matrix.cells], dtype=float)
 
 
 def arranged(

@@ -5,20 +5,19 @@ Two tasks whose keys are confused are seen at a glance, in three panels that sha
 Colours as in `plots`. In the plane neighbouring tasks differ in colour and in marker; no pair comes twice in 56 tasks.
 """
 
-import math
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from raycl.config import Tree
 from raycl.errors import RunError
-from raycl.metrics.run_results import short_names, title_of
+from raycl.metrics.run_results import short_names
 from raycl.operations.report.phase_summaries import KINDS, Point, RouterSummary, mean_of
 from raycl.operations.report.plots import (
     CELL_HEIGHT,
@@ -35,6 +34,7 @@ from raycl.operations.report.plots import (
 from raycl.operations.report.run_comparison import labels
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
 BAR_COLOURS = {"keys": COLOURS[0], "discriminant": COLOURS[4], "eq13": COLOURS[6]}
 """Blue, orange, black: also apart in grey."""
 MOST_RUNS, MOST_TASKS = 6, 100
@@ -49,6 +49,11 @@ OOD_WIDTH, TITLE_LETTERS = 1.65, 34
 """Inches of a panel of scores, which a phone shows whole, and letters of a line of its title."""
 ABOVE, BELOW = 0.9, 1.2
 """Inches above the panels of a run for titles, and below them for names and legends."""
+
+
+def look_of(number: int) -> dict[str, Any]:
+    """Return colour and marker of one of several tasks or runs, by its number."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
 def router_figure(results: Sequence[Tree]) -> Figure:
@@ -68,30 +73,26 @@ def router_figure(results: Sequence[Tree]) -> Figure:
     sizes = [max(LEAST_HEIGHT, TASK_HEIGHT * len(routing.tasks)) for routing in routings]
     columns = (MARGIN, MARGIN + max(sizes) + SCALE_WIDTH, 2 * (MARGIN + max(sizes)) + SCALE_WIDTH + LEGEND_WIDTH)
     figure = new_figure(columns[2] + BARS_WIDTH + 0.5, sum(sizes) + (ABOVE + BELOW) * len(sizes))
-    scale = _scale(routings)
+    width, height = figure.get_size_inches()
+    lowest = min((value for routing in routings for row in routing.cosines for value in row), default=0.0)
+    scale = Normalize(min(0.0, np.floor(lowest * 10) / 10), 1)
     top = 0.0
     for title, routing, size in zip(labels(results), routings, sizes, strict=True):
         top += ABOVE
-        _draw_run(figure, title, routing, scale, columns, top, size)
+        figure.text(columns[0] / width, 1 - (top - 0.5) / height, title, fontsize=10, fontweight="bold", va="bottom")
+        _draw_cosines(axes_at(figure, columns[0], size, size, top), routing, scale)
+        bar = axes_at(figure, columns[0] + size + 0.15, 0.12, size, top)
+        figure.colorbar(ScalarMappable(scale, COLOUR_MAP), cax=bar).ax.tick_params(labelsize=8)
+        keys = "keys of all groups in the plane (t-SNE by cosine)"
+        _draw_plane(axes_at(figure, columns[1], size, size, top), routing.tasks, routing.points, keys)
+        _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
         top += size + BELOW
     return figure
 
 
 def confusion_figure(results: Sequence[Tree]) -> Figure:
-    """Return one heat map per run: percent of each task's dev texts that its router sends to each task.
-
-    Raises:
-        RunError: see `router_figure`; or a run whose router does not choose by texts, or of an earlier version.
-    """
-    if not 0 < len(results) <= MOST_RUNS:
-        raise RunError(f"a picture of {len(results)} routers cannot be read: give between 1 and {MOST_RUNS} runs")
+    """Return one heat map per run: percent of each task's dev texts that its router sends to each task."""
     routings = [RouterSummary.of(result) for result in results]
-    for result, routing in zip(results, routings, strict=True):
-        if not routing.confused:
-            raise RunError(
-                f"'{title_of(result)}' has no confusion of its router: expected a run of this version that routes by "
-                "text"
-            )
     sizes = [(CELL_WIDTH * len(routing.tasks), CELL_HEIGHT * len(routing.confused)) for routing in routings]
     width = max(width for width, _ in sizes)
     figure = new_figure(MARGIN + width + 1.0, sum(height + ABOVE + BELOW for _, height in sizes))
@@ -99,7 +100,7 @@ def confusion_figure(results: Sequence[Tree]) -> Figure:
     for title, routing, (run_width, height) in zip(labels(results), routings, sizes, strict=True):
         top += ABOVE
         axes = axes_at(figure, MARGIN, run_width, height, top)
-        draw_cells(axes, confusion_cells(routing), routing.tasks, list(routing.confused))
+        draw_cells(axes, np.array(list(routing.confused.values())), routing.tasks, list(routing.confused))
         axes.set_title(f"{title}\nsent to the adapters of", fontsize=9, loc="left")
         axes.set_ylabel("dev texts of", fontsize=9)
         draw_scale(axes_at(figure, MARGIN + run_width + 0.2, 0.12, height, top))
@@ -117,16 +118,12 @@ def texts_figure(results: Sequence[Tree]) -> Figure:
     return figure
 
 
-def ood_figure(results: Sequence[Tree], widest: float = math.inf) -> Figure:
-    """Return a panel for each run: quantiles of the out-of-distribution scores of each task's dev texts.
-
-    Args:
-        widest: see `arranged`.
-    """
+def ood_figure(results: Sequence[Tree]) -> Figure:
+    """Return a panel for each run: quantiles of the out-of-distribution scores of each task's dev texts."""
     routings = [RouterSummary.of(result) for result in results]
     heights = [max(1.0, NUMBERED_HEIGHT * len(routing.rated)) for routing in routings]
     rooms = [(MARGIN + OOD_WIDTH + 0.3, ABOVE + height + BELOW) for height in heights]
-    figure, corners = arranged(rooms, widest=widest)
+    figure, corners = arranged(rooms)
     for title, routing, (left, top), height in zip(labels(results), routings, corners, heights, strict=True):
         axes = axes_at(figure, left + MARGIN, OOD_WIDTH, height, top + ABOVE)
         _draw_scores(axes, routing)
@@ -165,36 +162,6 @@ def _draw_scores(axes: Axes, routing: RouterSummary) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(-0.5, below), frameon=False, fontsize=8)
 
 
-def confusion_cells(routing: RouterSummary) -> NDArray[np.float64]:
-    """Return `[tasks with dev texts][tasks]` percent of the dev texts of one that are sent to the other."""
-    return np.array([[shares.get(task, 0.0) for task in routing.tasks] for shares in routing.confused.values()])
-
-
-def _scale(routings: Sequence[RouterSummary]) -> Normalize:
-    """Return the limits of the scale: from 0, or the lowest cosine of all runs, to 1."""
-    lowest = min((value for routing in routings for row in routing.cosines for value in row), default=0.0)
-    return Normalize(min(0.0, np.floor(lowest * 10) / 10), 1)
-
-
-def _draw_run(
-    figure: Figure,
-    title: str,
-    routing: RouterSummary,
-    scale: Normalize,
-    columns: tuple[float, float, float],
-    top: float,
-    size: float,
-) -> None:
-    width, height = figure.get_size_inches()
-    figure.text(columns[0] / width, 1 - (top - 0.5) / height, title, fontsize=10, fontweight="bold", va="bottom")
-    _draw_cosines(axes_at(figure, columns[0], size, size, top), routing, scale)
-    bar = axes_at(figure, columns[0] + size + 0.15, 0.12, size, top)
-    figure.colorbar(ScalarMappable(scale, COLOUR_MAP), cax=bar).ax.tick_params(labelsize=8)
-    title = "keys of all groups in the plane (t-SNE by cosine)"
-    _draw_plane(axes_at(figure, columns[1], size, size, top), routing.tasks, routing.points, title)
-    _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
-
-
 def _draw_cosines(axes: Axes, routing: RouterSummary, scale: Normalize) -> None:
     """Draw slots in order of learning, a white line where the task changes, and its name at the middle of its slots."""
     cells = np.array(routing.cosines, dtype=float).reshape(len(routing.owners), -1)
@@ -222,8 +189,7 @@ def _draw_plane(axes: Axes, tasks: Sequence[str], points: Sequence[Point], title
                 [point.x for point in mine],
                 [point.y for point in mine],
                 s=22,
-                color=COLOURS[number % len(COLOURS)],
-                marker=MARKERS[number % len(MARKERS)],
+                **look_of(number),
                 edgecolors="white",
                 linewidths=0.4,
                 label=name,

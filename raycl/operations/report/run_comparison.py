@@ -17,7 +17,6 @@ from raycl.config import Tree, flatten
 from raycl.data.sources.table_cells import spreadsheet
 from raycl.metrics.run_results import (
     FOLDER,
-    IN_CONTEXT,
     INSTRUCTION,
     METRICS,
     OF_TYPE,
@@ -134,11 +133,12 @@ def compare(results: Sequence[Tree]) -> list[Line]:
     Before those of a stream and backbone stands the untrained backbone, where a run evaluated it, also with examples.
     """
     lines: list[Line] = []
+    bare = _bare(results)
     for settings, group in grouped(results):
-        for kind in (UNTRAINED, IN_CONTEXT):
-            bare = _untrained(results, group[0], kind)
-            if bare is not None and bare not in lines:
-                lines.append(bare)
+        for kind in get_args(BareKind):
+            scores = [scores for (*key, _), scores in bare.items() if key == [kind, *_bench(group[0])]]
+            if scores and (line := _bare_line(scores, kind)) not in lines:
+                lines.append(line)
         lines.append(_line(group, settings))
     return lines
 
@@ -220,10 +220,11 @@ def runs_to_csv(results: Sequence[Tree]) -> str:
     The scores stand in columns `score_<task>`; cells are empty where a run has not the number or the task.
     """
     bare = _bare(results)
-    lines = [_line([result], "") for result in results] + [line for line, _ in bare]
+    bare_lines = [_bare_line([scores], kind) for (kind, *_), scores in bare.items()]
+    lines = [_line([result], "") for result in results] + bare_lines
     names_of = [_folder_name(result) for result in results]
-    names_of += [f"{line.method}-s{result['config'].get('seed')}" for line, result in bare]
-    results = [*results, *(result for _, result in bare)]
+    names_of += [f"{line.method}-s{seed}" for line, (*_, seed) in zip(bare_lines, bare, strict=True)]
+    results = [*results, *bare.values()]
     names = [*points_of(lines), *COSTS]
     ends = [dict(zip(tasks_of(result), values_of(result)[-1], strict=True)) for result in results]
     tasks = list(dict.fromkeys(task for end in ends for task in end))
@@ -241,17 +242,25 @@ def _folder_name(result: Tree) -> str:
     return str(named or result.get(FOLDER, "").rstrip("/").rpartition("/")[2])
 
 
-def _bare(results: Sequence[Tree]) -> list[tuple[Line, Tree]]:
-    """Return a line and a result for each seed's scores before any training, once for each stream and backbone."""
-    found: dict[tuple[Any, ...], tuple[Line, Tree]] = {}
+def _bare(results: Sequence[Tree]) -> dict[tuple[Any, ...], Tree]:
+    """Return kind, `_bench` and seed -> scores before any training as a result."""
+    found: dict[tuple[Any, ...], Tree] = {}
     for kind in get_args(BareKind):
         for result in results:
             if (scores := untrained_of(result, kind)) is not None:
-                name = UNTRAINED if kind == UNTRAINED else shots_of(scores)
-                line = replace(_line([scores], ""), method=name, printed={})
-                key = (kind, line.stream, line.backbone, *tasks_of(result), result["config"].get("seed"))
-                found.setdefault(key, (line, scores))
-    return list(found.values())
+                found.setdefault((kind, *_bench(result), result["config"].get("seed")), scores)
+    return found
+
+
+def _bench(result: Tree) -> tuple[str, ...]:
+    """Return what scores before any training depend on, but for the seed: stream, backbone and tasks."""
+    return (*_title(result)[1:], *tasks_of(result))
+
+
+def _bare_line(scores: Sequence[Tree], kind: BareKind) -> Line:
+    """Return the line of a backbone before any training, over the seeds that evaluated it."""
+    name = UNTRAINED if kind == UNTRAINED else shots_of(scores[0])
+    return replace(_line(scores, ""), method=name, printed={})
 
 
 def _cells(spread: Spread | None) -> list[float | None]:
@@ -268,20 +277,6 @@ def _line(group: Sequence[Tree], settings: str) -> Line:
     numbers |= {name: Spread.over([result.get(name) for result in group]) for name in COSTS}
     title = method_of(first), settings, stream_of(first), backbone_of(first)
     return Line(*title, len(group), numbers, first.get("published") or {})
-
-
-def _untrained(results: Sequence[Tree], like: Tree, kind: BareKind) -> Line | None:
-    """Return the untrained backbone on this run's stream, over the seeds that evaluated it; None: none did."""
-    same = [
-        result for result in results if (*_title(result)[1:], *tasks_of(result)) == (*_title(like)[1:], *tasks_of(like))
-    ]
-    by_seed = {
-        result["config"].get("seed"): scores for result in same if (scores := untrained_of(result, kind)) is not None
-    }
-    if not by_seed:
-        return None
-    name = UNTRAINED if kind == UNTRAINED else shots_of(next(iter(by_seed.values())))
-    return replace(_line(list(by_seed.values()), ""), method=name, printed={})
 
 
 def _optional(result: Tree) -> dict[str, float | None]:

@@ -111,12 +111,15 @@ def mean_matrix_table(matrix: SeedMatrix) -> Page:
     return Page(Text(matrix.title), table, Text(numbers))
 
 
+def setting_table(matrix: SeedMatrix) -> Page:
+    """Return the matrix of a setting: that of its run, or the mean of several."""
+    several = len(matrix.results) > 1
+    return mean_matrix_table(matrix) if several else matrix_table(matrix.results[0], matrix.title)
+
+
 def side_by_side(results: Sequence[Tree], width: int = 160) -> str:
     """Return the matrices of several settings next to each other, as many in a row as fit into `width` characters."""
-    blocks = []
-    for matrix in seed_matrices(results):
-        several = len(matrix.results) > 1
-        blocks.append(str(mean_matrix_table(matrix) if several else matrix_table(matrix.results[0], matrix.title)))
+    blocks = [str(setting_table(matrix)) for matrix in seed_matrices(results)]
     widest = max(cell_len(line) for block in blocks for line in block.split("\n"))
     return render(Columns(map(Text, blocks), padding=(0, GAP, 1, 0)), max(width, widest))
 
@@ -196,10 +199,7 @@ def confusion_table(result: Tree) -> Page:
         RunError: the run has no router.
     """
     routing = RouterSummary.of(result)
-    rows = (
-        [task, *(_number(shares.get(other, 0.0)) for other in routing.tasks)]
-        for task, shares in routing.confused.items()
-    )
+    rows = ([task, *map(_number, shares)] for task, shares in routing.confused.items())
     head = f"dev texts of each task, and the task whose adapters the router chose, in percent: {title_of(result)}"
     return Page(Text(head), grid(["", *_heads(routing.tasks)], rows))
 
@@ -341,7 +341,8 @@ def general_table(result: Tree) -> Page | None:
     measured = result.get("general")
     if not measured:
         return None
-    rows = {"before": measured["before"], **_measured_phases(result)}
+    phases = zip(result["phases"], measured["phases"], strict=False)
+    rows = {"before": measured["before"], **{f"after {phase}": cells for phase, cells in phases if cells}}
     names = list(measured["before"]["cells"])
     table = grid(["general ability", *names, "mean"])
     for title, cells in rows.items():
@@ -362,12 +363,6 @@ def unknown_table(result: Tree) -> Page:
     """Return the percent of texts of each task outside the stream that count as texts of no learned task."""
     rows = [[task, _number(share)] for task, share in unknown_of(result).items()]
     return Page(Text(f"texts that count as unknown, in percent: {title_of(result)}"), grid(["task", "unknown"], rows))
-
-
-def _measured_phases(result: Tree) -> dict[str, Tree]:
-    """Return title -> general ability after each phase that measured it."""
-    pairs = zip(result["phases"], result["general"]["phases"], strict=False)
-    return {f"after {phase}": cells for phase, cells in pairs if cells}
 
 
 def _epochs(result: Tree) -> list[RenderableType]:

@@ -50,11 +50,6 @@ def removable(directory: Storage, kinds: Collection[str]) -> list[Removable]:
     return items
 
 
-def remove(removable: Removable) -> None:
-    """Delete the folder with all that is in it."""
-    removable.folder.delete("")
-
-
 def _cache(directory: Storage) -> Iterator[Storage]:
     del directory
     yield Storage.at(cache_folder(None))

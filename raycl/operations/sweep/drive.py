@@ -26,8 +26,8 @@ from raycl.data.stream import open_stream
 from raycl.errors import AlreadyExistsError, ConfigError, LaunchError, ResumeError, RunError
 from raycl.launch import cluster as clusters
 from raycl.launch.ray_train import worker_resources
-from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, examples, key_of
-from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, examples, key_of, plain
+from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
 from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
 from raycl.operations.sweep.trials.bars import steps_shown

@@ -17,7 +17,7 @@ from raycl.operations.report.sweeps.sweep_plots import figures_of, sensitivity_f
 from raycl.operations.report.sweeps.sweep_tables import group_table, sweep_csv, sweep_table
 from raycl.operations.report.tables import Page
 from raycl.operations.sweep.definition.expressions import measured
-from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, json_safe
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, plain
 from raycl.operations.sweep.definition.sweep_folder import State, SweepFolder
 from raycl.storage import Storage
 from raycl.training.records.results import wall_seconds
@@ -81,7 +81,7 @@ class SweepOutcome:
     groups: list[TrialGroup]
     front: list[int]
     best: int | None
-    configs: dict[int, RunConfig] = field(default_factory=dict, repr=False)
+    best_config: RunConfig | None = field(default=None, repr=False)
 
     def row(self, number: int) -> TrialRow:
         return next(row for row in self.rows if row.number == number)
@@ -121,12 +121,12 @@ class SweepOutcome:
 
         A run that starts from a bank starts from it again; where it publishes to was the sweep's own.
         """
-        if self.best is None:
+        config = self.best_config
+        if self.best is None or config is None:
             return None
-        config = self.configs[self.best]
         tree = configs.as_tree(config)
         if config.bank.start:  # the rest of its config is taken over from there
-            tree = json_safe(self.sweep.tree(self.row(self.best).settings))
+            tree = plain(self.sweep.tree(self.row(self.best).settings))
             tree["eval"] = {**tree.get("eval", {}), "singles": config.eval.singles}
         for path in ("output", "bank.dir", "bank.branch", "tracking.group"):
             section, _, name = path.rpartition(".")
@@ -137,19 +137,17 @@ class SweepOutcome:
 def collect(sweep: SweepConfig, folder: SweepFolder, tasks: int) -> SweepOutcome:
     """Read what became of every trial."""
     settings = folder.settings()
-    rows = [read_row(sweep, folder, number, config_by_number, tasks) for number, config_by_number in settings.items()]
+    rows = [read_row(sweep, folder, number, of_trial, tasks) for number, of_trial in settings.items()]
     groups = grouped(sweep, rows)
     front = pareto([row for row in rows if row.state == "done"], sweep.mode)
     best = _best(sweep, rows, groups)
     ordered = sorted(rows, key=lambda row: _rank(row, sweep, front))
-    config_by_number = {
-        number: folder.config(sweep, number, values) for number, values in settings.items() if number == best
-    }
+    config = None if best is None else folder.config(sweep, best, settings[best])
     if best is not None and sweep.singles:
         results = folder.results(best)
         assert results is not None, "a trial that is done has results"
-        config_by_number[best] = configs.validate(RunConfig, results["config"])
-    return SweepOutcome(sweep, tasks, ordered, groups, front, best, config_by_number)
+        config = configs.validate(RunConfig, results["config"])
+    return SweepOutcome(sweep, tasks, ordered, groups, front, best, config)
 
 
 def read_row(sweep: SweepConfig, folder: SweepFolder, number: int, settings: Settings, tasks: int) -> TrialRow:

@@ -11,19 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from raycl.config import Tree
 from raycl.metrics.run_results import METRICS, short_names, unknown_of
 from raycl.operations.report.phase_summaries import OutputRows, false_alarms_of
-from raycl.operations.report.plots import (
-    CELL_HEIGHT,
-    CELL_WIDTH,
-    COLOURS,
-    MARGIN,
-    MATRIX_ABOVE,
-    MATRIX_BELOW,
-    arranged,
-    axes_at,
-    draw_cells,
-    new_figure,
-)
-from raycl.operations.report.router_plots import MARKERS, OOD_WIDTH
+from raycl.operations.report.plots import COLOURS, MARGIN, axes_at, draw_cells, matrix_panels, new_figure
+from raycl.operations.report.router_plots import OOD_WIDTH, look_of
 from raycl.operations.report.run_comparison import Line, SeedMatrix, Spread, labels
 from raycl.operations.report.verdicts import Verdict
 
@@ -77,60 +66,53 @@ def verdicts_figure(verdicts: Sequence[Verdict]) -> Figure:
 def curves_figure(matrices: Sequence[SeedMatrix]) -> Figure:
     """Return a panel for each task: its score after each phase, a line for each method, mean over seeds."""
     tasks = list(dict.fromkeys(task for matrix in matrices for task in matrix.tasks))
-    rows, below = math.ceil(len(tasks) / COLUMNS), 0.2 * math.ceil(len(matrices) / 2) + 0.1
-    height = rows * 2.1 + below
-    figure = new_figure(COLUMNS * PANEL, height)
-    panels = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat
-    for task, axes in zip(tasks, panels, strict=False):  # in this order no panel is taken that has no task
+    below = 0.2 * math.ceil(len(matrices) / 2) + 0.1
+    figure, panels = _curve_panels(tasks, "tasks learned", 2.1, below)
+    for task, axes in zip(tasks, panels, strict=True):
         for number, matrix in enumerate(matrices):
             if task not in matrix.tasks:
                 continue
             cells = [row[matrix.tasks.index(task)] for row in matrix.cells]
             points = [(place, cell.mean) for place, cell in enumerate(cells, 1) if cell is not None]
-            axes.plot(
-                *zip(*points, strict=True),
-                color=COLOURS[number % len(COLOURS)],
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=4,
-                linewidth=1.4,
-                label=matrix.title.partition(" on ")[0],
-            )
-        axes.set_title(task, fontsize=9, loc="left")
-        axes.set_xlabel("tasks learned", fontsize=8)
-        axes.set(ylim=(-3, 103), xlim=(0.7, len(matrices[0].phases) + 0.3))
+            label = matrix.title.partition(" on ")[0]
+            axes.plot(*zip(*points, strict=True), **look_of(number), markersize=4, linewidth=1.4, label=label)
+        axes.set(xlim=(0.7, len(matrices[0].phases) + 0.3))
         axes.set_xticks(range(1, len(matrices[0].phases) + 1))
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels:
-        axes.set_visible(False)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower left", ncols=2, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, below / height, 1, 1))
+    figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
     return figure
 
 
 def epochs_figure(results: Sequence[Tree]) -> Figure:
     """Return the score of each task over its own epochs, a panel for each run."""
-    rows = math.ceil(len(results) / COLUMNS)
-    figure = new_figure(COLUMNS * PANEL, rows * 2.4)
-    panels = list(figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat)
-    for axes, result, title in zip(panels, results, labels(results), strict=False):
+    titles = [title.partition(" on ")[0] for title in labels(results)]
+    figure, panels = _curve_panels(titles, "epochs of the task", 2.4)
+    for axes, result in zip(panels, results, strict=True):
         for number, (task, curve) in enumerate(result["epochs"].items()):
             points = sorted((int(epoch), value) for epoch, value in curve.items())
-            colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=4, label=task)
-        axes.set_title(title.partition(" on ")[0], fontsize=9, loc="left")
-        axes.set_xlabel("epochs of the task", fontsize=8)
-        axes.set(ylim=(-3, 103))
+            axes.plot(*zip(*points, strict=True), **look_of(number), markersize=4, label=task)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, fontsize=7)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
-    for axes in panels[len(results) :]:
-        axes.set_visible(False)
     figure.tight_layout()
     return figure
+
+
+def _curve_panels(titles: Sequence[str], what: str, tall: float, below: float = 0.0) -> tuple[Figure, Sequence[Axes]]:
+    """Return a panel for curves of scores under each title; `below`: inches that are left free under all of them."""
+    rows = math.ceil(len(titles) / COLUMNS)
+    figure = new_figure(COLUMNS * PANEL, rows * tall + below)
+    panels = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flatten()
+    for title, axes in zip(titles, panels, strict=False):
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.set_xlabel(what, fontsize=8)
+        axes.set(ylim=(-3, 103))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    for axes in panels[len(titles) :]:
+        axes.set_visible(False)
+    return figure, panels[: len(titles)]
 
 
 def general_figure(lines: Sequence[Line]) -> Figure:
@@ -154,8 +136,7 @@ def unknown_figure(results: Sequence[Tree]) -> Figure:
     figure, axes = _listed(tasks, left=MARGIN, width=OOD_WIDTH)
     for number, (title, result) in enumerate(zip(labels(results), results, strict=True)):
         shares = unknown_of(result)
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        axes.plot(list(shares.values()), [*map(tasks.index, shares)], marker, color=colour, label=title)
+        axes.plot(list(shares.values()), [*map(tasks.index, shares)], linestyle="", **look_of(number), label=title)
     for rate in sorted({rate for result in results if (rate := false_alarms_of(result)) is not None}):
         axes.axvline(100 * rate, color="black", linewidth=1, linestyle="--", label=f"eval.false_alarms={rate:g}")
     _legend(axes, columns=1, left=-MARGIN / OOD_WIDTH)
@@ -190,15 +171,9 @@ def transfer_figure(lines: Sequence[Line]) -> Figure:
 def overlap_figure(results: Sequence[Tree]) -> Figure:
     """Return for each run the percent of output rows that two tasks both kept under MIGU's mask."""
     kept = [OutputRows.of(result) for result in results]
-    sides = [(CELL_WIDTH * len(run.tasks), CELL_HEIGHT * len(run.tasks)) for run in kept]
     titles = labels(results)
-    rooms = [
-        (MARGIN + max(width, 0.08 * len(title)), MATRIX_ABOVE + height + MATRIX_BELOW)
-        for (width, height), title in zip(sides, titles, strict=True)
-    ]
-    figure, corners = arranged(rooms, widest=PANEL_WIDTH)
-    for run, title, (left, top), (width, height) in zip(kept, titles, corners, sides, strict=True):
-        axes = axes_at(figure, left + MARGIN, width, height, top + MATRIX_ABOVE)
+    figure, panels, _ = matrix_panels(titles, [(len(run.tasks), len(run.tasks)) for run in kept], 0.0, PANEL_WIDTH)
+    for run, title, axes in zip(kept, titles, panels, strict=True):
         draw_cells(axes, np.array(run.overlap()), run.tasks, run.tasks)
         axes.set_title(f"{title}\nchance {run.chance:.1f}", fontsize=9, loc="left")
     return figure

@@ -42,11 +42,11 @@ from raycl.operations.report.tables import (
     confusion_table,
     general_table,
     matrix_table,
-    mean_matrix_table,
     ood_table,
     output_rows_table,
     points,
     routing_table,
+    setting_table,
     texts_table,
     unknown_table,
 )
@@ -148,13 +148,11 @@ def verdict_section(verdicts: Sequence[Verdict]) -> PageSection:
 
 def _matrices(matrices: Sequence[SeedMatrix]) -> PageSection:
     shown = matrices[:MOST_PANELS]
-    tables = [
-        mean_matrix_table(matrix) if len(matrix.results) > 1 else matrix_table(matrix.results[0], matrix.title)
-        for matrix in matrices
-    ]
     results = [result for matrix in shown for result in matrix.results]
     lead = [f"The {len(shown)} settings with the highest AP are drawn."] if len(shown) < len(matrices) else []
-    return PageSection("Accuracy matrices", matrix_figure(results, PANEL_WIDTH), lead, numbers=tables)
+    return PageSection(
+        "Accuracy matrices", matrix_figure(results, PANEL_WIDTH), lead, numbers=list(map(setting_table, matrices))
+    )
 
 
 def _curves(matrices: Sequence[SeedMatrix]) -> PageSection | None:

@@ -166,12 +166,11 @@ class Column:
     """One upright axis of the parallel coordinates.
 
     Attributes:
-        heights: 0 to 1, of each trial. ticks: height and name.
+        ticks: height and name.
         spread: heights at which trials are drawn: those of one value side by side, so that none covers another.
     """
 
     def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
-        self.heights = heights
         self.ticks = ticks
         levels = sorted(set(heights))
         room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])

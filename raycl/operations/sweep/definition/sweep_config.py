@@ -136,12 +136,6 @@ def planned(space: Space, samples: int, seed: int, follow: Callable[[Settings], 
     return trials
 
 
-def crossed(space: Space, follow: Callable[[Settings], Settings]) -> list[Settings]:
-    """Return every combination of all listed values (search `grid`)."""
-    listed = {path: draw.values for path, draw in space.items() if draw.expr is None}
-    return [follow(dict(zip(listed, values, strict=True))) for values in itertools.product(*listed.values())]
-
-
 def key_of(settings: Settings) -> str:
     """Return the same key for equal settings, read from a file or not."""
     return json.dumps(settings, sort_keys=True, default=list)
@@ -292,11 +286,10 @@ class SweepConfig(Section):
             ConfigError: an expression cannot be computed.
         """
         assert self.plans, "tpe finds its trials on the way"
-        if self.search.name == "grid":
-            trials = crossed(self.space, self.follow)
-        else:
-            trials = planned(self.space, self.samples, self.search.seed, self.follow)
-        trials = self._without_repeats(trials)
+        space = self.space
+        if self.search.name == "grid":  # has listed values alone
+            space = {path: draw if draw.expr is not None else Draw(grid=draw.values) for path, draw in space.items()}
+        trials = self._without_repeats(planned(space, self.samples, self.search.seed, self.follow))
         if self.scheduler.name == "none":
             return trials
         return [trials[index] for index in np.random.default_rng(self.search.seed).permutation(len(trials))]
@@ -362,7 +355,7 @@ class SweepConfig(Section):
         Raises:
             ConfigError: a path that no config has (names the nearest field), a value that its field does not take.
         """
-        return from_tree(json_safe(self.tree(settings)))
+        return from_tree(plain(self.tree(settings)))
 
 
 def _at(tree: Tree, name: str) -> Any:
@@ -375,10 +368,9 @@ def _at(tree: Tree, name: str) -> Any:
     return node["name"] if isinstance(node, dict) and "name" in node else node
 
 
-def json_safe(tree: Tree) -> Tree:
-    """Return tuples as lists: what YAML would have given."""
-    plain: Tree = json.loads(json.dumps(tree))
-    return plain
+def plain(value: Any) -> Any:
+    """Return a value as it is after a round trip through JSON: tuples as lists, which YAML would have given."""
+    return json.loads(json.dumps(value))
 
 
 def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from raycl.config import Tree
 from raycl.errors import DamagedError, RunError
-from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, json_safe
+from raycl.operations.sweep.definition.sweep_config import Settings, SweepConfig, plain
 from raycl.storage import Storage
 from raycl.storage.records import without_hash
 from raycl.training.records.journal import RunState, read_state
@@ -64,7 +64,7 @@ class SweepFolder:
         Raises:
             ConfigError: the settings make no valid config.
         """
-        tree = json_safe(sweep.tree(settings))
+        tree = plain(sweep.tree(settings))
         tree["output"] = {"dir": self.storage.sub("trials").address, "name": self.run_name(number), "exists": "resume"}
         own = {
             "branch": f"sweeps/{self.name}/{number:04d}"
@@ -125,8 +125,3 @@ class SweepFolder:
             return without_hash(run.read_json("results.json"), f"{run.uri}/results.json")
         except DamagedError as error:
             raise RunError(f"{error}: restore a copy, or remove it and run the sweep again") from error
-
-
-def plain(value: Any) -> Any:
-    """Return a value as it is after a round trip through JSON."""
-    return json_safe({"value": value})["value"]

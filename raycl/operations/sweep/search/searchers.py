@@ -15,9 +15,17 @@ import numpy as np
 from ray.tune.search import Searcher
 
 from raycl import config as configs
-from raycl.operations.sweep.definition.sweep_config import Draw, Settings, SweepConfig, in_order, key_of, step_value
+from raycl.operations.sweep.definition.sweep_config import (
+    Draw,
+    Settings,
+    SweepConfig,
+    in_order,
+    key_of,
+    plain,
+    step_value,
+)
 from raycl.operations.sweep.definition.sweep_folder import FAILED as FAILURES
-from raycl.operations.sweep.definition.sweep_folder import SweepFolder, plain
+from raycl.operations.sweep.definition.sweep_folder import SweepFolder
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS
 from raycl.training.records.fork_points import FORK_POINT
 from raycl.training.records.journal import last_attempt
@@ -64,9 +72,6 @@ class RecordingSearcher(Searcher, ABC):  # type: ignore[misc]
         config = self.folder.config(self.sweep, number, settings)  # here, where relative paths are valid
         texts = {"run": json.dumps(configs.as_tree(config)), "plugins": json.dumps(plugins_of(config))}
         return {"number": number, "settings": settings, **texts}
-
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Do nothing; this searcher does not learn from results."""
 
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
         """Do nothing; the sweep's folder has the state."""

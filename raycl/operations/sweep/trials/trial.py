@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ray import tune
@@ -143,6 +144,9 @@ TASKS, SCORES, FAILED = "tasks", "score", "failed"
 POLL_S, POLL_REMOTE_S = 0.2, 2.0
 """Seconds between two readings of the journal."""
 
+Measure = Callable[[Sequence[Tree]], list[float | None]]
+"""Journal records -> value of each metric after them."""
+
 
 @dataclass(frozen=True)
 class TrialWork:
@@ -215,14 +219,17 @@ class Trial:
         Raises:
             RayclError: the run failed.
         """
-        prepared = self._prepared()
+        here = worker_resources(self.config) if self.sweep.in_process else None
+        readers = shared_readers() if self.config.bank.start else None
+        options = RunOptions(here, readers, stop=self.work.stop, draw=draw_matrix)
+        prepared = prepare(singles_of(self.config, self.work.directory, options) if self.sweep.singles else self.config)
         phases = [phase.name for phase in prepared.phases]
         tasks = [task.name for task in prepared.stream.tasks]
-        report = TrialReport(self.sweep, tasks, phases, prepared.singles)
+        measure = partial(measured, self.sweep.metrics, tasks, phases, singles=prepared.singles)
         keys = prefix_keys(prepared.config, tasks) if self.sweep.share else []
         if not last_attempt(prepared.storage):
             self._start_from_fork_point(prepared.storage, prepared.config, keys)
-        self._report(prepared.storage, report)
+        self._report(prepared.storage, measure)
         if is_stopped(prepared.storage, self.reported):
             return
         fork_points = {
@@ -230,19 +237,8 @@ class Trial:
             for done, key in enumerate(keys, 1)
             if key in self.work.shared and done > prepared.done
         }
-        options = replace(self._options, awaits_decision=self.sweep.scheduler.name != "none", fork_points=fork_points)
-        self._fit(prepared, options, report)
-
-    def _prepared(self) -> Prepared:
-        needed = singles_of(self.config, self.work.directory, self._options) if self.sweep.singles else self.config
-        return prepare(needed)
-
-    @property
-    def _options(self) -> RunOptions:
-        here = worker_resources(self.config) if self.sweep.in_process else None
-        return RunOptions(
-            here, shared_readers() if self.config.bank.start else None, stop=self.work.stop, draw=draw_matrix
-        )
+        options = replace(options, awaits_decision=self.sweep.scheduler.name != "none", fork_points=fork_points)
+        self._fit(prepared, options, measure)
 
     def _start_from_fork_point(self, storage: Storage, config: RunConfig, keys: Sequence[str]) -> None:
         """Begin with the longest stretch that another trial has already learned and that is whole."""
@@ -261,41 +257,28 @@ class Trial:
                 continue
             return
 
-    def _fit(self, prepared: Prepared, options: RunOptions, report: TrialReport) -> None:
+    def _fit(self, prepared: Prepared, options: RunOptions, measure: Measure) -> None:
         """Workers learn; each row is reported as soon as it is in the journal."""
         pause = POLL_S if prepared.storage.is_local else POLL_REMOTE_S
         with ThreadPoolExecutor(1, "fit") as pool:
             fitting = pool.submit(driver.train, prepared, options)
             while not fitting.done():
-                self._report(prepared.storage, report)
+                self._report(prepared.storage, measure)
                 time.sleep(pause)
         fitting.result()
-        self._report(prepared.storage, report)
+        self._report(prepared.storage, measure)
         if prepared.done < len(prepared.phases) and not is_stopped(prepared.storage, prepared.done):
             raise RunError(f"the run in '{prepared.storage.uri}' ended early: see its log")
 
-    def _report(self, storage: Storage, report: TrialReport) -> None:
-        """Report the rows that Tune has not got, one by one; returns when it has decided on the last of them."""
+    def _report(self, storage: Storage, measure: Measure) -> None:
+        """Report the rows that Tune has not got, one by one, with each metric that is defined so far; returns when it
+        has decided on the last of them."""
         records = read_state(storage).phases
         while self.reported < len(records) and not is_stopped(storage, self.reported):
             self.reported += 1
-            tune.report(report(records[: self.reported]))
-
-
-@dataclass(frozen=True)
-class TrialReport:
-    """Computes reports from journal records."""
-
-    sweep: SweepConfig
-    tasks: Sequence[str]
-    phases: Sequence[str]
-    singles: dict[str, float] | None
-
-    def __call__(self, records: Sequence[Tree]) -> Tree:
-        """Return tasks done, and each metric that is defined so far."""
-        values = measured(self.sweep.metrics, self.tasks, self.phases, records, self.singles)
-        scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
-        return {TASKS: len(records), **scores}
+            values = measure(records[: self.reported])
+            scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
+            tune.report({TASKS: self.reported, **scores})
 
 
 def as_trainable(work: TrialWork) -> Callable[[dict[str, Any]], None]:

@@ -10,8 +10,8 @@ import pytest
 
 from raycl import config as configs
 from raycl.errors import RayclError, ResumeError
-from raycl.operations.sweep.definition.sweep_config import SweepConfig
-from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder, plain
+from raycl.operations.sweep.definition.sweep_config import SweepConfig, plain
+from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
 from raycl.operations.sweep.drive import AtTaskEnds, _continued, _numbered, rule_of, run_sweep
 from raycl.operations.sweep.search.searchers import Planned, TpeSearcher
 from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, separate_key, separate_tree
