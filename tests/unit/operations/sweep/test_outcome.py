@@ -144,7 +144,7 @@ def test_the_best_config_starts_from_the_bank_that_its_trial_started_from() -> N
     sweep = configs.validate(SweepConfig, {"name": "s", "base": started, "space": {"seed": {"grid": [3]}}})
     config = configs.validate(RunConfig, {**started, "seed": 3})
     row = TrialRow(0, {"seed": 3}, "done", 1)
-    best_yaml = SweepOutcome(sweep, 1, [row], [], [], 0, {0: config}).best_yaml()
+    best_yaml = SweepOutcome(sweep, 1, [row], [], [], 0, config).best_yaml()
     assert best_yaml is not None
     tree = configs.from_yaml(best_yaml, "best")
     assert tree["bank"] == {"start": "runs/a/bank@main"} and tree["seed"] == 3 and "method" not in tree
