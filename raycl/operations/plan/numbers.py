@@ -415,12 +415,6 @@ def engine_of(config: EngineConfig, model: ModelLoad, workers: int) -> EngineLoa
     )
 
 
-def _extra_passes(config: RunConfig, epochs: int, steps: int) -> float:
-    """Return the passes of a task besides those of its steps, as a share of these."""
-    modifiers = sum(modifier.extra_passes(epochs, steps) for modifier in config.modifiers.values())
-    return float(config.method.extra_passes(epochs, steps) + modifiers)
-
-
 def _run(opened: Opened, most: Trained) -> RunLoad:
     """Return steps, and what `raycl.training.phase.disk_space` says, without what a method keeps beside adapters (keys,
     texts)."""
@@ -441,6 +435,7 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         epochs_of(context.train, context.stream, phase, codec) if opened.steps else context.train.epochs_of(phase.name)
         for phase in context.phases
     ]
-    passes = [_extra_passes(opened.config, *of) for of in zip(epochs, steps, strict=True)]
+    settings = [opened.config.method, *opened.config.modifiers.values()]
+    passes = [sum(part.extra_passes(*of) for part in settings) for of in zip(epochs, steps, strict=True)]
     extra = sum(count * more for count, more in zip(steps, passes, strict=True)) / sum(steps)
     return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)
