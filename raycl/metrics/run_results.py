@@ -139,26 +139,12 @@ def find_results(root: str | Path) -> list[Tree]:
     if str(root).endswith(".json"):
         return [read_results(root) | {FOLDER: Storage.at(str(root).rpartition("/")[0] or ".").address}]
     results = []
-    for folder, published in _found(root):
+    for folder, published in _run_folders(Storage.at(root)):
         result = _read(folder, RESULT_FILE) | {FOLDER: folder.address}
         results.append(result if published is None else published.beside(result))
-    return results
-
-
-def run_folders(root: str | Path) -> list[Storage]:
-    """Return the folders of all runs at or below `root` that have results, by path.
-
-    Raises:
-        RunError: there is none.
-    """
-    return [folder for folder, _ in _found(root)]
-
-
-def _found(root: str | Path) -> list[tuple[Storage, Published | None]]:
-    folders = list(_run_folders(Storage.at(root)))
-    if not folders:
+    if not results:
         raise RunError(f"no {RESULT_FILE} at or below '{root}': give the folder of a run, or one that holds runs")
-    return folders
+    return results
 
 
 def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:

@@ -36,12 +36,12 @@ class Variant(NamedTuple):
     """A published way to compute a number.
 
     Attributes:
-        function: values and one reference per task (all None if `reference` is "none") -> number or None.
+        function: values, and one reference per task unless `reference` is "none" -> number or None.
         source: its origin and rule, in one line.
         reference: the kind of references to pass.
     """
 
-    function: Callable[[Values, References], float | None]
+    function: Callable[..., float | None]
     source: str
     reference: Literal["none", "singles", "untrained"] = "none"
 
@@ -55,17 +55,13 @@ def compute_variants(
         singles: task -> score when trained alone.
         untrained: task -> score of the untrained model.
     """
-    known: dict[str, Mapping[str, float]] = {"none": {}, "singles": singles or {}, "untrained": untrained or {}}
     values = matrix.values()
+    known = {"singles": singles or {}, "untrained": untrained or {}}
+    references = {kind: [scores.get(task) for task in matrix.tasks] for kind, scores in known.items()}
     return {
-        name: variant.function(values, [known[variant.reference].get(task) for task in matrix.tasks])
+        name: variant.function(values, *([] if variant.reference == "none" else [references[variant.reference]]))
         for name, variant in VARIANTS.items()
     }
-
-
-def _alone(function: Callable[[Values], float | None]) -> Callable[[Values, References], float | None]:
-    """Return a number that needs the matrix only, with the signature of all variants."""
-    return lambda values, references: function(values)
 
 
 def _mean_diagonal(values: Values) -> float | None:
@@ -111,31 +107,31 @@ def _forgetting_skipping(values: Values) -> float | None:
 
 
 VARIANTS: dict[str, Variant] = {
-    "ap_sapt": Variant(_alone(ap), "SAPT section 5.1.2 and score.py 'Cl': mean of the last row"),
-    "f_ra_sapt": Variant(_alone(f_ra), "SAPT section 5.1.2 and score.py 'Fgt': best before the last phase minus final"),
+    "ap_sapt": Variant(ap, "SAPT section 5.1.2 and score.py 'Cl': mean of the last row"),
+    "f_ra_sapt": Variant(f_ra, "SAPT section 5.1.2 and score.py 'Fgt': best before the last phase minus final"),
     "fwt_sapt": Variant(fwt, "SAPT section 5.1.2: diagonal minus single-task scores", "singles"),
-    "fwt_sapt_code": Variant(_alone(_fwt_constant), f"SAPT score.py 'Fwt': mean diagonal minus {SAPT_CONSTANT}"),
-    "bwt_sapt": Variant(_alone(bwt), "SAPT section 5.1.2: final minus diagonal, divided by M-1"),
-    "bwt_sapt_code": Variant(_alone(bwt_m), "SAPT score.py 'Bwt' and its printed tables: divided by M"),
-    "fwt_gainlora": Variant(_alone(_mean_diagonal), "GainLoRA score.py 'Fwt': mean diagonal, nothing subtracted"),
-    "forgetting_gainlora": Variant(_alone(f_ra), "GainLoRA score.py 'Fgt': best before the last phase minus final"),
-    "bwt_gainlora": Variant(_alone(bwt_m), "GainLoRA score.py 'Bwt': divided by M"),
-    "bwt_mammoth": Variant(_alone(bwt), "Mammoth utils/metrics.py backward_transfer: divided by M-1"),
+    "fwt_sapt_code": Variant(_fwt_constant, f"SAPT score.py 'Fwt': mean diagonal minus {SAPT_CONSTANT}"),
+    "bwt_sapt": Variant(bwt, "SAPT section 5.1.2: final minus diagonal, divided by M-1"),
+    "bwt_sapt_code": Variant(bwt_m, "SAPT score.py 'Bwt' and its printed tables: divided by M"),
+    "fwt_gainlora": Variant(_mean_diagonal, "GainLoRA score.py 'Fwt': mean diagonal, nothing subtracted"),
+    "forgetting_gainlora": Variant(f_ra, "GainLoRA score.py 'Fgt': best before the last phase minus final"),
+    "bwt_gainlora": Variant(bwt_m, "GainLoRA score.py 'Bwt': divided by M"),
+    "bwt_mammoth": Variant(bwt, "Mammoth utils/metrics.py backward_transfer: divided by M-1"),
     "fwt_mammoth": Variant(
         _fwt_untrained, "Mammoth utils/metrics.py forward_transfer: score one phase early minus untrained", "untrained"
     ),
     "forgetting_mammoth": Variant(
-        _alone(_forgetting_never_negative), "Mammoth utils/metrics.py forgetting: maximum includes the last row"
+        _forgetting_never_negative, "Mammoth utils/metrics.py forgetting: maximum includes the last row"
     ),
     "bwt_libcontinual": Variant(
-        _alone(_bwt_all_phases), "LibContinual compute_bwt: over all phases, the task just learned before is skipped"
+        _bwt_all_phases, "LibContinual compute_bwt: over all phases, the task just learned before is skipped"
     ),
     "forgetting_libcontinual": Variant(
-        _alone(_forgetting_skipping), "LibContinual compute_frgt: diagonal minus final, last task but one skipped"
+        _forgetting_skipping, "LibContinual compute_frgt: diagonal minus final, last task but one skipped"
     ),
-    "bwt_treelora": Variant(_alone(_bwt_clamped), "TreeLoRA collect_results.py: gains count as 0, divided by M"),
+    "bwt_treelora": Variant(_bwt_clamped, "TreeLoRA collect_results.py: gains count as 0, divided by M"),
     "f_t_slm": Variant(
-        _alone(lambda values: next(reversed(f_t(values)), None)),
+        lambda values: next(reversed(f_t(values)), None),
         "SLM section 4.4, eq. 8: F_M, best score of any earlier phase minus final",
     ),
 }

@@ -48,17 +48,17 @@ def regex(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Measure missing runs, print the tables, write the files."""
-    from raycl.metrics.run_results import read_results, run_folders
+    from raycl.metrics.run_results import FOLDER, find_results
 
-    folders = [folder.address for root in options.runs for folder in run_folders(root)]
+    results = [result for root in options.runs for result in find_results(root)]
     from raycl.launch.probe import ProbeSettings, probe
     from raycl.operations.report.output_row_probe import probe_csv, probe_table, probes_of
     from raycl.operations.report.plots import probe_maps
     from raycl.storage.output import write_output
 
     settings = ProbeSettings(options.rows, options.threshold)
-    measured = [probe(folder, settings, options.set, options.again) for folder in folders]
-    probes = probes_of([read_results(folder) for folder in folders], measured, options.layer)
+    measured = [probe(result[FOLDER], settings, options.set, options.again) for result in results]
+    probes = probes_of(results, measured, options.layer)
     show(options, "\n\n".join(map(probe_table, probes)), [asdict(probe) for probe in probes])
     if options.png:
         note(options, f"wrote {probe_maps(probes, options.png)}")

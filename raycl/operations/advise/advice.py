@@ -21,7 +21,7 @@ from raycl.errors import ConfigError, counted
 from raycl.methods.registry import DEFAULT_METHOD, method_class, method_config
 from raycl.metrics.paired_comparison import LEVEL
 from raycl.operations.report.recorded_runs import RecordedRuns
-from raycl.operations.report.run_comparison import Spread
+from raycl.operations.report.run_comparison import Line, Spread
 from raycl.operations.report.tables import points
 from raycl.operations.report.verdicts import Verdict
 from raycl.operations.sweep.comparison import ComparisonConfig
@@ -124,34 +124,31 @@ def read_study(files: Path, kind: str | None = None) -> Study:
         raise ConfigError(f"there is no study on backbones of kind '{kind}': expected {', '.join(comparisons)}")
     comparison = comparisons[kind]
     recorded = RecordedRuns(files / f"results/{comparison.name}.csv")
+    lines = {line.method: line for line in recorded.lines()}
     measured = []
     trained = [f"train.{key}={value}" for key, value in configs.flatten(comparison.base["train"]).items()]
     for row, entry in comparison.runs.items():
         tree = configs.load_tree(None, entry.set)
         searched = entry.singles is not None and row not in CHOSEN_ON_TEST
         labels_given = LABELS_GIVEN in entry.set
-        seeds = list(recorded.runs.get(row, {}).values())
-        if seeds and (searched or labels_given):
-            measured.append(_measured(row, (*entry.set, *trained), tree, seeds, labels_given))
-    stream = comparison.base["stream"]
-    runs = [run for seeds in recorded.runs.values() for run in seeds.values()]
+        if row in lines and (searched or labels_given):
+            measured.append(_measured(lines[row], (*entry.set, *trained), tree, labels_given))
+    stream, first = comparison.base["stream"], next(iter(lines.values()))
     return Study(
         comparison.name,
         kind,
-        runs[0]["stream"],
-        runs[0]["backbone"],
+        first.stream,
+        first.backbone,
         len(stream["tasks"]),
         stream["train_rows"],
-        max(float(run["trained_parameters"]) for run in runs if run["trained_parameters"]),
+        max(number for row in lines for number in recorded.numbers(row, "trained_parameters")),
         sorted(measured, key=lambda row: -row.ap.mean),
         recorded,
         BackboneConfig(**comparison.base["backbone"]).name == BackboneConfig().name,
     )
 
 
-def _measured(
-    row: str, overrides: Sequence[str], tree: dict[str, Any], runs: Sequence[dict[str, str]], labels_given: bool
-) -> Measured:
+def _measured(line: Line, overrides: Sequence[str], tree: dict[str, Any], labels_given: bool) -> Measured:
     method = tree["method"] if isinstance(tree["method"], dict) else {"name": tree["method"]}
     config = method_config(method)
     outer, learner = method_class(config.name), method_class(config.innermost.name)
@@ -159,10 +156,10 @@ def _measured(
     if not not_served and learner.trains_backbone:
         not_served = "it is a whole model, and an endpoint of raycl serves adapters"
     return Measured(
-        row,
+        line.method,
         tuple(word for word in overrides if not word.startswith("eval.subsample")),
-        len(runs),
-        {name: spread for name in NUMBERS if (spread := Spread.over([float(run[name]) for run in runs])) is not None},
+        line.runs,
+        {name: spread for name in NUMBERS if (spread := line.numbers[name]) is not None},
         config.keeps_data,
         config.needs_task or labels_given,
         learner.trains_backbone,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from raycl.bank.manifest import snapshot_file
 from raycl.bank.states import get_record, get_router
 from raycl.errors import AdapterError, BankError, RunError, StorageError, counted
 from raycl.operations.banks.exchange import CARD, CONFIG, LABELS, card_metadata, export_peft, mixed
-from raycl.operations.banks.sample_listing import samples_in_state
+from raycl.operations.banks.sample_listing import sample_files
 from raycl.progress import counted_off
 from raycl.routing.routers import router_class
 from raycl.storage import Storage
@@ -111,7 +111,7 @@ def push(
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # a command has bars of its own
-    without = () if with_samples else tuple(sorted(_sample_files(bank, snapshot)))
+    without = () if with_samples else tuple(sorted(sample_files(bank, snapshot)))
     rows, snapshot = accuracy_rows(bank, snapshot), shared(snapshot)
     with TemporaryDirectory() as folder:
         pushed = _stage(bank, snapshot, branch, without, Storage.at(folder))
@@ -128,10 +128,11 @@ def push(
             for first in counted_off(range(0, len(additions), TOGETHER), "sending files, batches"):
                 api.preupload_lfs_files(repository, additions[first : first + TOGETHER], free_memory=False)
             old = sorted(_written_before(repository, parent, there) - files.keys())
+            tasks = _listed(task.name for task in snapshot.tasks)
             done = api.create_commit(
                 repository,
                 [*additions, *(CommitOperationDelete(name) for name in old)],
-                commit_message=f"Snapshot {snapshot.number} ({snapshot.sha256[:12]}): {_listed(snapshot)}",
+                commit_message=f"Snapshot {snapshot.number} ({snapshot.sha256[:12]}): {tasks}",
                 parent_commit=parent,
             )
         except (OSError, ValueError, RuntimeError, hub_client_error()) as error:
@@ -160,11 +161,6 @@ def _written_before(repository: str, commit: str | None, there: Collection[str])
         else:
             ours |= {f"{name}/{file}" for name in record.folders for file in FILES} & set(there)
     return ours
-
-
-def _sample_files(bank: Bank, snapshot: Snapshot) -> set[str]:
-    beside = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
-    return beside | {info.file for info, _ in samples_in_state(bank, snapshot).values()}
 
 
 def _stage(bank: Bank, snapshot: Snapshot, branch: str, without: Sequence[str], folder: Storage) -> Pushed:
@@ -334,7 +330,7 @@ def _shown(base: str) -> str:
 
 def _adapters(snapshot: Snapshot, repository: str, pushed: Pushed) -> str:
     rows = [
-        (f"`{folder}/`", ", ".join(_tasks_of(snapshot, weights)), _weighted(weights))
+        (f"`{folder}/`", _listed(task for name in weights for task in snapshot.adapter(name).tasks), _weighted(weights))
         for folder, weights in pushed.folders.items()
     ]
     rows += [(folder, "", f"raycl's own format: {reason}") for folder, reason in pushed.own.items()]
@@ -356,10 +352,6 @@ def _adapters(snapshot: Snapshot, repository: str, pushed: Pushed) -> str:
         f"{text}\n\nPEFT loads each folder by itself, and the card in it has the prompt of its task, labels and lines "
         f"to run:\n\n```python\n{code}\n```"
     )
-
-
-def _tasks_of(snapshot: Snapshot, adapters: Collection[str]) -> list[str]:
-    return list(dict.fromkeys(task for name in adapters for task in snapshot.adapter(name).tasks))
 
 
 def _weighted(weights: Mapping[str, float]) -> str:
@@ -385,5 +377,5 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
-def _listed(snapshot: Snapshot) -> str:
-    return ", ".join(task.name for task in snapshot.tasks)
+def _listed(tasks: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(tasks))

@@ -15,6 +15,7 @@ from raycl.bank.manifest import (
     AdapterRef,
     ObjectInfo,
     Snapshot,
+    SnapshotAdapter,
     adapter_of,
     is_object,
     manifest_file,
@@ -23,7 +24,7 @@ from raycl.bank.manifest import (
 from raycl.bank.pruning import LEASES, is_lease, lease_problems, leased, record_removal, removed_from
 from raycl.bank.states import is_state, state_file, state_objects
 from raycl.errors import BankError
-from raycl.operations.banks.sample_listing import samples_in_state
+from raycl.operations.banks.sample_listing import sample_files
 from raycl.progress import counted_off
 from raycl.storage.folder import StoredFile
 from raycl.storage.records import number_of
@@ -246,9 +247,8 @@ def _old_samples(
         limit = days if days is not None else snapshot.provenance.get("config", {}).get("bank", {}).get("sample_days")
         if limit is None:
             continue
-        named = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
-        named |= {info.file for info, _ in samples_in_state(bank, snapshot).values()}
-        expired |= {file for file in named if file in files and files[file].age > limit * 86400}
+        named = sample_files(bank, snapshot) & files.keys()
+        expired |= {file for file in named if files[file].age > limit * 86400}
     return expired
 
 
@@ -287,13 +287,13 @@ def _snapshots(bank: Bank, findings: Verification) -> Iterator[Snapshot]:
             yield bank.open(number)
 
 
-def _objects(manifest: AdapterManifest) -> list[ObjectInfo]:
-    return [manifest.tensors, *manifest.extras.values()]
+def _objects(entry: AdapterManifest | SnapshotAdapter) -> list[ObjectInfo]:
+    return [entry.tensors, *entry.extras.values()]
 
 
 def _files_of(bank: Bank, snapshot: Snapshot, findings: Verification | None = None) -> set[str]:
     """Return files of tensors and training state; an unreadable state is an error unless problems are collected."""
-    files = {info.file for entry in snapshot.adapters for info in (entry.tensors, *entry.extras.values())}
+    files = {info.file for entry in snapshot.adapters for info in _objects(entry)}
     files |= {snapshot.router.tensors.file} if snapshot.router.tensors else set()
     if snapshot.training is not None:
         files.add(state_file(snapshot.training))

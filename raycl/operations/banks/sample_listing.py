@@ -44,6 +44,16 @@ def samples_in_state(bank: Bank, snapshot: Snapshot) -> dict[str, tuple[ObjectIn
     return samples
 
 
+def sample_files(bank: Bank, snapshot: Snapshot) -> set[str]:
+    """Return the files of the snapshot's stored samples.
+
+    Raises:
+        BankError: see `samples_in_state`.
+    """
+    beside = {info.file for entry in snapshot.adapters for info in entry.extras.values()}
+    return beside | {info.file for info, _ in samples_in_state(bank, snapshot).values()}
+
+
 def sample_texts(bank: Bank, snapshot: Snapshot, adapters: Iterable[SnapshotAdapter], codec: HFCodec) -> dict[str, str]:
     """Return task -> lines `{"text": ...}`, as `method.arm.files` reads them: without the prompt around each text.
 

@@ -394,34 +394,28 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
             configs.assign(tree, key, value, f"override '{override}'")
     tree["space"] = {key: value for key, value in (tree.get("space") or {}).items() if value is not None}
     sweep = configs.validate(SweepConfig, {**tree, "base": with_template_files(tree.get("base") or {})})
-    check_space(sweep)
-    trust.require(_requested(sweep), overrides, f"sweep file '{file}'", "base.")
-    refuse(_unused(sweep), f"sweep file '{file}'")
+    trials = check_space(sweep)
+    # what any trial could ask for: in the base, a listed value, or by a rule for its path
+    searched = {path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS}
+    trees = [configs.as_tree(config) for config in (sweep.config({}), *trials)]
+    requested = {path for tree in trees for path in trust.requested(tree)} | searched
+    trust.require(sorted(requested), overrides, f"sweep file '{file}'", "base.")
+    refuse(_unused(sweep, trials), f"sweep file '{file}'")
     return sweep
 
 
-def _unused(sweep: SweepConfig) -> dict[str, str]:
-    """Return settings of base and space that act on nothing in any trial -> the reason."""
+def _unused(sweep: SweepConfig, configs_of: Sequence[RunConfig]) -> dict[str, str]:
+    """Return settings of base and space that act on nothing in any of these trials -> the reason."""
     given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
     written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
     written |= {f"space '{path}'": path for path in sweep.space}
     unused_reasons = {name: given[above] for name, path in written.items() if (above := covering(path, given))}
-    trials = [unused_in(sweep.config(settings)) for settings in examples(sweep)]
+    trials = list(map(unused_in, configs_of))
     for name, path in written.items():
         reasons = [unused[above] for unused in trials if (above := covering(path, unused))]
         if len(reasons) == len(trials):
             unused_reasons[name] = reasons[0]
     return unused_reasons
-
-
-def _requested(sweep: SweepConfig) -> list[str]:
-    """Return what any trial could ask for (`config.trust`): in the base, a listed value, or by a rule for its path."""
-    configs_of = [
-        configs.as_tree(sweep.config({})),
-        *(configs.as_tree(sweep.config(settings)) for settings in examples(sweep)),
-    ]
-    searched = [path for path in sweep.space if path.rpartition(".")[2] in trust.RISKS]
-    return sorted({path for tree in configs_of for path in trust.requested(tree)} | set(searched))
 
 
 def examples(sweep: SweepConfig) -> list[Settings]:
@@ -436,8 +430,11 @@ def _corners(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
         yield from ((path, first | {path: value}) for value in sweep.space[path].corners)
 
 
-def check_space(sweep: SweepConfig) -> None:
+def check_space(sweep: SweepConfig) -> list[RunConfig]:
     """Check every listed value and both ends of every range, with the others at their first; then all planned trials.
+
+    Returns:
+        The configs of the first check, which are those of `examples`.
 
     Raises:
         ConfigError: names the path, and the nearest field where there is no such path.
@@ -445,10 +442,12 @@ def check_space(sweep: SweepConfig) -> None:
     if sweep.search.name == "tpe" and find_spec("optuna") is None:
         raise ConfigError("search=tpe needs Optuna: pip install 'raycl[sweep]', or use search=random")
     configs.validate(RunConfig, sweep.tree({}))
+    checked = []
     for path, settings in _corners(sweep):
         try:
-            sweep.config(sweep.follow(settings))
+            checked.append(sweep.config(sweep.follow(settings)))
         except ConfigError as error:
             raise ConfigError(f"space.{path} = {settings[path]!r}: {error}") from error
     for settings in sweep.trials() if sweep.plans else []:
         sweep.config(settings)
+    return checked
