@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raycl import config as configs
-from raycl.api.settings import with_texts
 from raycl.data.sources.conversation import conversation_of, text_of
 from raycl.data.sources.fields import half_character
 from raycl.errors import ConfigError, DataError, RunError
@@ -192,3 +191,12 @@ def load(bank: str | PathLike[str], **settings: Any) -> Model:
         (('orders',), 'label')
     """
     return Model(bank, **settings)
+
+
+def with_texts(value: Any) -> Any:
+    """Return settings of a Python program with the text of each path, as config files and records have it."""
+    if isinstance(value, PathLike):
+        return fspath(value)
+    if isinstance(value, Mapping):
+        return {key: with_texts(item) for key, item in value.items()}
+    return list(map(with_texts, value)) if isinstance(value, list | tuple) else value

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycl import config as configs
-from raycl.api.models import Model, load
-from raycl.api.settings import with_texts
+from raycl.api.models import Model, load, with_texts
 from raycl.api.tasks import InMemoryTask
 from raycl.config import Tree
 from raycl.errors import ConfigError, RunError, StorageError

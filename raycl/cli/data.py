@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycl.cli.commands import add_allow_env, at_least, echo, local_or_installed, log_to_stderr, show
+from raycl.cli.commands import add_allow_env, at_least, echo, is_override, local_or_installed, log_to_stderr, show
 from raycl.errors import counted
 
 if TYPE_CHECKING:
@@ -59,18 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sort_words(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Separate paths from settings."""
-    options.paths = [word for word in options.words if _is_path(word)]
+    # names of files may hold "=" too
+    options.paths = [word for word in options.words if not is_override(word) or Path(word).exists()]
     options.overrides = [word for word in options.words if word not in options.paths]
     named = bool(options.config) or any(word.startswith(("stream.name=", "stream.tasks=")) for word in options.words)
     if len(options.paths) > 1 or (options.paths and options.config) or not (options.paths or named):
         parser.error("expected one PATH, --config FILE, or stream.name=ORDER")
     if options.action == "labels" and not options.paths:
         parser.error("labels are those of one task: expected its PATH")
-
-
-def _is_path(word: str) -> bool:
-    """Return whether a word is no setting: `=` stands in names of files and behind that of a host too."""
-    return "=" not in word or "://" in word.partition("=")[0] or Path(word).exists()
 
 
 def run(options: argparse.Namespace) -> int:

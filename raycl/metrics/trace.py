@@ -16,11 +16,9 @@ _SMALL = 1e-8
 """The `rouge` package adds this below the line of its F-measure."""
 
 
-def _same_start(prediction: str, reference: str) -> float:
-    return float(bool(prediction) and prediction[0] == reference[:1])
-
-
-first_character: Compute = mean_best(_same_start)
+first_character: Compute = mean_best(
+    lambda prediction, reference: float(bool(prediction) and prediction[0] == reference[:1])
+)
 """Equality of the first characters (ScienceQA: the letter of the choice, after which the answer gives its reasons).
 
 TRACE's evaluations/eval_ScienceQA.py raises at an empty answer, which is wrong here.

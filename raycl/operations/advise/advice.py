@@ -307,7 +307,9 @@ def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
     equal = study.undecided(best, others)
     notes = []
     if several := [(row, verdict) for row, verdict in equal if row.seeds > 1]:
-        names = ", ".join(f"{row.name} ({points(row.ap)}{_could_tell(verdict)})" for row, verdict in several)
+        names = ", ".join(
+            f"{row.name} ({points(row.ap)}; could tell: {verdict.what_could_tell})" for row, verdict in several
+        )
         fastest = min([best, *(row for row, _ in several)], key=lambda row: row.numbers["wall_s"].mean)
         notes.append(
             f"the figures cannot tell {best.name} from {names}; of these {fastest.name} took the shortest time"
@@ -320,11 +322,6 @@ def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
         rest = f" and {len(single) - SHOWN} more" if len(single) > SHOWN else ""
         notes.append(f"rows of one seed cannot be told from {best.name} either: {', '.join(single[:SHOWN])}{rest}")
     return notes
-
-
-def _could_tell(verdict: Verdict) -> str:
-    """Return what could tell, as an addition to a list's entry."""
-    return f"; could tell: {verdict.what_could_tell}" if verdict.what_could_tell else ""
 
 
 def _far(study: Study, case: Case, best: Measured) -> list[str]:

@@ -324,7 +324,6 @@ def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None)
         recompute: use gradient checkpointing; None: as configured.
     """
     whole = sum(kept_of(model, linear, step) for linear in model.linears)
-    whole += sum(scores_of(model, linear, step) for linear in model.linears)
     if not (step.recompute if recompute is None else recompute):
         return whole
     blocks = [linear for linear in model.linears if linear.role == "ffn.out"]
@@ -333,7 +332,7 @@ def activations(model: ModelLoad, step: StepLoad, recompute: bool | None = None)
 
 
 def kept_of(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
-    """Return bytes that are kept because of a linear and what stands around it."""
+    """Return bytes that are kept because of a linear and what stands around it, attention's pairs of positions too."""
     kept = 0.0
     if linear.role in ("attention.out", "ffn.out"):
         kept += MASTER * linear.outputs  # the input of the norm in front of the block, in float32
@@ -349,14 +348,9 @@ def kept_of(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
         kept += model.compute_bytes * linear.inputs
     if linear.trained and linear.role in ("attention.out", "ffn.out"):
         kept += model.compute_bytes * linear.outputs  # the norm's output before its trained weight
+    if linear.keys:
+        kept += model.score_bytes * model.heads * step.longest[linear.keys]
     return kept * tokens(linear.side, step)
-
-
-def scores_of(model: ModelLoad, linear: Linear, step: StepLoad) -> float:
-    """Return bytes of what attention keeps of each pair of positions."""
-    if not linear.keys:
-        return 0.0
-    return float(model.score_bytes * model.heads * tokens(linear.side, step) * step.longest[linear.keys])
 
 
 def tokens(side: str, step: StepLoad) -> int:

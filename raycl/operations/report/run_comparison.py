@@ -159,7 +159,7 @@ def grouped(results: Sequence[Tree]) -> list[tuple[str, list[Tree]]]:
     """Return the runs of each line in order, with `key=value` where lines of the same title differ."""
     groups: dict[str, list[Tree]] = {}
     for result in results:
-        groups.setdefault(_settings_key(result), []).append(result)
+        groups.setdefault(json.dumps([_title(result), _compared(result)], sort_keys=True), []).append(result)
     members = sorted(groups.values(), key=lambda group: (stream_of(group[0]), backbone_of(group[0])))
     return [(_differing(group[0], [other[0] for other in members]), group) for group in members]
 
@@ -295,10 +295,6 @@ def _compared(result: Tree) -> Tree:
     fused = {key: value for key, value in (result.get("fused") or {}).items() if key not in ("snapshot", "seed")}
     leaves = flatten(result["config"] | ({"fused": fused} if fused else {}))
     return {key: leaf for key, leaf in leaves.items() if not {key, key.partition(".")[0]} & NOT_COMPARED}
-
-
-def _settings_key(result: Tree) -> str:
-    return json.dumps([_title(result), _compared(result)], sort_keys=True)
 
 
 def _title(result: Tree) -> tuple[str, str, str]:

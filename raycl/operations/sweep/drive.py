@@ -32,7 +32,7 @@ from raycl.operations.sweep.outcome import SweepOutcome, collect
 from raycl.operations.sweep.search.searchers import Planned, RecordingSearcher, TpeSearcher
 from raycl.operations.sweep.trials.bars import steps_shown
 from raycl.operations.sweep.trials.prefix import prefix_keys, shared_keys
-from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, TrialWork, as_trainable
+from raycl.operations.sweep.trials.trial import FAILED, SCORES, TASKS, TrialWork, run_trial
 from raycl.progress import report
 from raycl.storage import Storage
 from raycl.training.definition.job import Resources
@@ -364,12 +364,13 @@ def _fit(
 ) -> dict[int, str]:
     """Run Tune to the end; number and error of trials whose own process died too often."""
     storage = folder.storage
-    restarts = sweep.retries
-    if sweep.in_process:  # where crashes of its worker are those of the trial; -1: no limit
-        crashes = _base(sweep).launch.max_failures
+    restarts, held = sweep.retries, {"CPU": 0, "memory": SMALL}
+    if sweep.in_process:  # where its worker's share is the trial's, and so are its crashes; -1: no limit
+        base = _base(sweep)
+        crashes, held = base.launch.max_failures, worker_resources(base).named()
         restarts = -1 if crashes < 0 else max(crashes, sweep.retries)
     tuner = tune.Tuner(
-        tune.with_resources(as_trainable(work), _held(sweep)),
+        tune.with_resources(tune.with_parameters(run_trial, work=work), held),  # `work` travels in the object store
         tune_config=tune.TuneConfig(
             search_alg=searcher,
             scheduler=scheduler,
@@ -395,13 +396,6 @@ def _fit(
         for result in grid
         if result.error is not None and result.config
     }
-
-
-def _held(sweep: SweepConfig) -> dict[str, float]:
-    """Return what a trial's own process reserves: its worker's share if that works there, else next to nothing."""
-    if not sweep.in_process:
-        return {"CPU": 0, "memory": SMALL}
-    return worker_resources(_base(sweep)).named()
 
 
 def _base(sweep: SweepConfig) -> RunConfig:

@@ -85,7 +85,7 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
     Raises:
         RunError: no method has this name.
     """
-    verdicts = [_verdicts(results, against, measure) for measure in ("ap", "f_ra")]
+    verdicts = [verdicts_of(results, against, measure) for measure in ("ap", "f_ra")]
     by_stream: dict[str, list[Tree]] = {}
     for result in results:
         by_stream.setdefault(f"{stream_of(result)}, {backbone_of(result)}", []).append(result)
@@ -100,7 +100,7 @@ def sections_of(results: Sequence[Tree], against: str | None = None) -> list[Pag
 
 def _of_one_stream(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]]) -> list[PageSection]:
     """Return the sections of runs on one stream with one backbone; methods on different ones are not compared."""
-    matrices = sorted(seed_matrices(results), key=lambda matrix: -_ap(matrix))
+    matrices = sorted(seed_matrices(results), key=lambda matrix: -(matrix.numbers["ap"] or Spread(-1.0, None)).mean)
     lines = compare(results)
     made = [
         comparison_section(lines),
@@ -121,16 +121,6 @@ def _of_one_stream(results: Sequence[Tree], verdicts: Sequence[Sequence[Verdict]
         _answers(matrices),
     ]
     return [section for section in made if section is not None]
-
-
-def _ap(matrix: SeedMatrix) -> float:
-    ap = matrix.numbers["ap"]
-    return -1.0 if ap is None else ap.mean
-
-
-def _verdicts(results: Sequence[Tree], against: str | None, measure: str) -> list[Verdict]:
-    has_it = any(result["metrics"].get(measure) is not None for result in results)
-    return verdicts_of(results, against, measure) if has_it else []
 
 
 def comparison_section(lines: Sequence[Line], drawn: Sequence[Line] = ()) -> PageSection:

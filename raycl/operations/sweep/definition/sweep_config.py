@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -182,20 +182,15 @@ class ResourcesConfig(Section):
     )
 
 
-Metrics = Annotated[tuple[str, ...], Field(min_length=1, max_length=3)]
-
-
-TAKEN = ("workers", "cpus_per_worker", "gpus_per_worker")
-"""Settings of a run's `launch` that a sweep's `resources` give."""
-
-
 class SweepConfig(Section):
     """One sweep."""
 
     name: FolderName = Field(description="name of the sweep and of its folder")
     base: Tree = Field(default_factory=dict, description="config tree that all trials share")
     space: dict[str, Draw] = Field(min_length=1, description="dotted path -> its values")
-    metric: Metrics = Field(("ap",), description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front")
+    metric: tuple[str, ...] = Field(
+        ("ap",), min_length=1, max_length=3, description="ap, ap - f_ra, task('agnews'), ...; several: a Pareto front"
+    )
     mode: tuple[Mode, ...] = Field(("max",), description="direction of each metric")
     search: SearchConfig = SearchConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -406,7 +401,8 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
 
 def _unused(sweep: SweepConfig, configs_of: Sequence[RunConfig]) -> dict[str, str]:
     """Return settings of base and space that act on nothing in any of these trials -> the reason."""
-    given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in TAKEN}}
+    taken = [key for key in ResourcesConfig.model_fields if key != "isolated"]
+    given = {"output": "--dir and the sweep's name", **{f"launch.{key}": f"resources.{key}" for key in taken}}
     written = {f"base.{setting(path, value)}": path for path, value in leaves(sweep.base).items()}
     written |= {f"space '{path}'": path for path in sweep.space}
     unused_reasons = {name: given[above] for name, path in written.items() if (above := covering(path, given))}

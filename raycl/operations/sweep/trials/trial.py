@@ -42,7 +42,7 @@ from raycl.operations.sweep.definition.expressions import measured
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SWEEP, SweepFolder
 from raycl.operations.sweep.trials.prefix import fork_records, prefix_keys
-from raycl.plugins import Used, require
+from raycl.plugins import require
 from raycl.storage import Storage
 from raycl.storage.records import read_fields, seal
 from raycl.training.records.fork_points import read_fork_point, start_from
@@ -164,13 +164,15 @@ class TrialWork:
     shared: frozenset[str] = field(default_factory=frozenset)
 
 
-def run_trial(work: TrialWork, number: int, tree: Tree, plugins: Used) -> None:
-    """Run, or continue with, trial `number`; what fails is tried again, then written down and reported.
+def run_trial(config: dict[str, Any], work: TrialWork) -> None:
+    """Run, or continue with, a trial; what fails is tried again, then written down and reported.
 
     Args:
-        tree: config of its run, all paths absolute: this process works in a folder of Tune's.
-        plugins: parts of other packages that it uses, as the driver has them.
+        config: what the searcher proposes: `number`; `run`, the config of its run as JSON, all paths absolute, for
+            this process works in a folder of Tune's; `plugins`, parts of other packages that it uses, as the driver
+            has them.
     """
+    number, tree, plugins = int(config["number"]), json.loads(config["run"]), json.loads(config["plugins"])
     log.handlers = [logging.NullHandler()]  # a run has a log file of its own
     log.propagate = False
     sweep = configs.validate(SweepConfig, work.sweep)
@@ -279,13 +281,3 @@ class Trial:
             values = measure(records[: self.reported])
             scores = {f"{SCORES}{index}": value for index, value in enumerate(values) if value is not None}
             tune.report({TASKS: self.reported, **scores})
-
-
-def as_trainable(work: TrialWork) -> Callable[[dict[str, Any]], None]:
-    """Return the function that Tune calls for each trial."""
-
-    def trial(config: dict[str, Any], work: TrialWork) -> None:
-        run_trial(work, int(config["number"]), json.loads(config["run"]), json.loads(config["plugins"]))
-
-    given: Callable[[dict[str, Any]], None] = tune.with_parameters(trial, work=work)  # references travel in the store
-    return given
