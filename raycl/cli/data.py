@@ -183,22 +183,16 @@ def task_at(path: str, overrides: Sequence[str], stream: StreamConfig) -> dict[s
         stream: settings of the stream that the task is part of.
     """
     from raycl import config as configs
-    from raycl.data.settings import name_at
-
-    spec: dict[str, Any] = {"name": name_at(path) or "data"}
-    one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
-    given = {**spec, **configs.load_tree(None, overrides)}
-    if not one_split or "://" in path or "splits" in given or _names_splits(path, given, stream):
-        return {"path": path, **given}
-    return {**({"train": path} if stream.test_fraction is not None else {"train": path, "test": path}), **given}
-
-
-def _names_splits(path: str, spec: dict[str, Any], stream: StreamConfig) -> bool:
-    from raycl import config as configs
     from raycl.data.resolve import names_splits
-    from raycl.data.settings import TaskSpec
+    from raycl.data.settings import TaskSpec, name_at
 
-    return names_splits(configs.validate(TaskSpec, {"path": path, **spec}), stream)
+    one_split = (Path(path) / "state.json").is_file() if Path(path).is_dir() else bool(Path(path).suffix)
+    given = {"name": name_at(path) or "data", **configs.load_tree(None, overrides)}
+    whole = {"path": path, **given}
+    has_splits = not one_split or "://" in path or "splits" in given
+    if has_splits or names_splits(configs.validate(TaskSpec, whole), stream):
+        return whole
+    return {**({"train": path} if stream.test_fraction is not None else {"train": path, "test": path}), **given}
 
 
 def _print(check: TaskCheck, config: RunConfig, alone: bool) -> None:

@@ -93,8 +93,19 @@ def row_scores(
 
 
 def _off_task(answers: Answers, other_labels: Collection[str]) -> list[bool]:
-    foreign = _Foreign(answers.labels, other_labels)
-    return [text is None or foreign.has(text, accepted) for text, accepted in answers.pairs()]
+    own_labels = {normalize(label) for label in answers.labels or ()}
+    normalized = {normalize(label) for label in other_labels} - own_labels - {""}
+    as_they_are = frozenset(other_labels) if answers.labels else frozenset()
+    own = {_spaced(label) for label in answers.labels or ()}
+
+    def is_foreign(prediction: str, accepted: Sequence[str]) -> bool:
+        """Return whether a reply is a label of another task, and none of its own references."""
+        reply = normalize(prediction)
+        if reply in normalized:
+            return all(reply != normalize(reference) for reference in accepted)
+        return prediction in as_they_are and _spaced(prediction) not in own.union(map(_spaced, accepted))
+
+    return [text is None or is_foreign(text, accepted) for text, accepted in answers.pairs()]
 
 
 def _judged(rule: Metric, answers: Answers, off_task: Sequence[bool], off_task_is_wrong: bool) -> Answers:
@@ -195,21 +206,6 @@ def first_word(text: str) -> str:
 
 def _words(text: str) -> list[str]:
     return re.sub(r"\W", " ", text).split()
-
-
-class _Foreign:
-    def __init__(self, labels: Labels, other_labels: Collection[str]) -> None:
-        own_labels = {normalize(label) for label in labels or ()}
-        self._normalized = frozenset(normalize(label) for label in other_labels) - own_labels - {""}
-        self._as_they_are = frozenset(other_labels) if labels else frozenset()
-        self._own = {_spaced(label) for label in labels or ()}
-
-    def has(self, prediction: str, accepted: Sequence[str]) -> bool:
-        """Return whether a reply is a label of another task, and none of its own references."""
-        reply = normalize(prediction)
-        if reply in self._normalized:
-            return all(reply != normalize(reference) for reference in accepted)
-        return prediction in self._as_they_are and _spaced(prediction) not in self._own.union(map(_spaced, accepted))
 
 
 def _spaced(text: str) -> str:

@@ -400,15 +400,15 @@ def _import(bank: Bank, options: Namespace) -> CommandResult:
     rows = Input(files_at([options.examples]), Columns(TEXT_NAMES, (), setting="")).rows()
     texts = [row.text for _, row in rows if row.text.strip()]
     backbone = backbone_of(snapshot, options.backbone, permissions)
-    routed = import_routed(bank, snapshot, options.folder, options.name, backbone, texts, options.prompt)
-    Branch(bank, options.snapshot).advance(routed.snapshot, f"'{options.name}' imported from {options.folder}")
+    new, adapters, found = import_routed(bank, snapshot, options.folder, options.name, backbone, texts, options.prompt)
+    Branch(bank, options.snapshot).advance(new, f"'{options.name}' imported from {options.folder}")
     text = (
-        f"branch '{options.snapshot}' points at snapshot {routed.snapshot.number}, whose router selects "
-        f"'{options.name}' for {routed.found} of {counted(len(texts), 'example')}; it has no training state: it "
+        f"branch '{options.snapshot}' points at snapshot {new.number}, whose router selects "
+        f"'{options.name}' for {found} of {counted(len(texts), 'example')}; it has no training state: it "
         "answers, and no run can start from it"
     )
-    tree = {"snapshot": routed.snapshot.number, "adapters": routed.adapters, "examples": len(texts)}
-    return CommandResult(text, {**tree, "found": routed.found})
+    tree = {"snapshot": new.number, "adapters": adapters, "examples": len(texts), "found": found}
+    return CommandResult(text, tree)
 
 
 def _prune(bank: Bank, options: Namespace) -> CommandResult:

@@ -14,7 +14,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,20 +295,6 @@ TEXT = "{text}"
 _TASKS = TypeAdapter(list[TaskInfo])
 
 
-@dataclass(frozen=True)
-class RoutedTask:
-    """A task whose adapter was imported.
-
-    Attributes:
-        snapshot: with the task. adapters: names of its adapter in the bank.
-        found: number of examples that the router gives to it.
-    """
-
-    snapshot: Snapshot
-    adapters: list[str]
-    found: int
-
-
 def import_routed(
     bank: Bank,
     snapshot: Snapshot,
@@ -317,7 +303,7 @@ def import_routed(
     backbone: BackboneConfig,
     texts: Sequence[str],
     prompt: str | None = None,
-) -> RoutedTask:
+) -> tuple[Snapshot, list[str], int]:
     """Publish an adapter, and a snapshot whose router selects it for texts like the examples.
 
     Nothing of the snapshot's tasks changes. The new snapshot has no training state.
@@ -327,6 +313,9 @@ def import_routed(
         texts: a handful of the task's texts.
         prompt: what stood around its texts, with `{text}` in it; None: what `raycl.json` beside the adapter says, or
             nothing.
+
+    Returns:
+        The snapshot with the task, names of its adapter in the bank, and how many examples the router gives to it.
 
     Raises:
         BankError: the router cannot take a task by examples, or has one of that name; another backbone; no examples.
@@ -365,7 +354,7 @@ def import_routed(
     )
     owners = {entry.name: entry.tasks for entry in new.adapters}
     router = make_router(state, owners, [before.encoder] if before.encoder is not None else [])
-    return RoutedTask(new, slots, _found(router, owners, name, texts))
+    return new, slots, _found(router, owners, name, texts)
 
 
 def _task(where: Path, name: str, prompt: str | None) -> TaskInfo:

@@ -54,18 +54,18 @@ def parallel_figure(summary: Tree) -> Figure:
     rows = done_rows(summary)
     paths, same = varied(summary["paths"], rows)
     titles = [*map(last_parts, paths), *summary["metric"]]
-    columns = [Column.of([row["settings"].get(setting_path) for row in rows]) for setting_path in paths]
-    columns += [Column.of([row["scores"][index] for row in rows]) for index in range(len(summary["metric"]))]
+    columns = [column_of([row["settings"].get(setting_path) for row in rows]) for setting_path in paths]
+    columns += [column_of([row["scores"][index] for row in rows]) for index in range(len(summary["metric"]))]
     figure = new_figure(max(5.0, 1.7 * len(columns)), 4.2)
     axes = figure.subplots()
     scores = [row["scores"][0] for row in rows]
     colour = Normalize(min(scores), max(scores) if max(scores) > min(scores) else min(scores) + 1)
     for index in sorted(range(len(rows)), key=lambda index: scores[index]):
-        points = [column.spread[index] for column in columns]
+        points = [heights[index] for heights, _ in columns]
         axes.plot(points, color=colormaps[COLOUR_MAP](colour(scores[index])), linewidth=1.4, alpha=0.85)
-    for index, column in enumerate(columns):
+    for index, (_, ticks) in enumerate(columns):
         axes.axvline(index, color="0.7", linewidth=0.8, zorder=0)
-        for height, name in column.ticks:
+        for height, name in ticks:
             axes.text(index + 0.03, height, name, fontsize=7, va="center")
     axes.set_xticks(range(len(columns)), titles, fontsize=8, rotation=15)
     axes.set_yticks([])
@@ -162,43 +162,34 @@ def _note(figure: Figure, same: Sequence[str]) -> None:
         figure.text(0.01, 0.99, f"the same in all trials: {', '.join(same)}", fontsize=7, color="0.4", va="top")
 
 
-class Column:
-    """One upright axis of the parallel coordinates.
+def column_of(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return an upright axis of the parallel coordinates: heights of the trials, 0 to 1, and ticks, height and name.
 
-    Attributes:
-        ticks: height and name.
-        spread: heights at which trials are drawn: those of one value side by side, so that none covers another.
+    Numbers stand by size (in the logarithm where they span much), anything else by first appearance; trials of one
+    value side by side, so that none covers another.
     """
-
-    def __init__(self, heights: list[float], ticks: list[tuple[float, str]]) -> None:
-        self.ticks = ticks
-        levels = sorted(set(heights))
-        room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
-        self.spread: list[float] = list(heights)
-        for level in levels:
-            mine = [index for index, height in enumerate(heights) if height == level]
-            for number, index in enumerate(mine[: None if len(mine) > 1 else 0]):
-                self.spread[index] = level + room * (number / (len(mine) - 1) - 0.5)
-
-    @staticmethod
-    def of(values: Sequence[Any]) -> Column:
-        """Return numbers by size (in the logarithm where they span much), anything else by first appearance."""
-        if is_numeric(values):
-            wide = is_wide(values)
-            places = [math.log(value) if wide else float(value) for value in values]
-            low, high = min(places), max(places)
-            heights = [(position - low) / (high - low) if high > low else 0.5 for position in places]
-            ticks: list[tuple[float, str]] = []
-            for height, value in sorted(set(zip(heights, values, strict=True))):
-                if not ticks or height - ticks[-1][0] >= 0.06:  # far enough apart for their names
-                    ticks.append((height, text(value)))
-            return Column(heights, ticks)
+    if is_numeric(values):
+        wide = is_wide(values)
+        places = [math.log(value) if wide else float(value) for value in values]
+        low, high = min(places), max(places)
+        heights = [(position - low) / (high - low) if high > low else 0.5 for position in places]
+        ticks: list[tuple[float, str]] = []
+        for height, value in sorted(set(zip(heights, values, strict=True))):
+            if not ticks or height - ticks[-1][0] >= 0.06:  # far enough apart for their names
+                ticks.append((height, text(value)))
+    else:
         names = list(dict.fromkeys(map(text, values)))
         step = 1 / max(1, len(names) - 1)
-        return Column(
-            [names.index(text(value)) * step for value in values],
-            [(position * step, name) for position, name in enumerate(names)],
-        )
+        heights = [names.index(text(value)) * step for value in values]
+        ticks = [(position * step, name) for position, name in enumerate(names)]
+    levels = sorted(set(heights))
+    room = min([BAND, *(0.5 * (high - low) for low, high in pairwise(levels))])
+    spread = list(heights)
+    for level in levels:
+        mine = [index for index, height in enumerate(heights) if height == level]
+        for number, index in enumerate(mine[: None if len(mine) > 1 else 0]):
+            spread[index] = level + room * (number / (len(mine) - 1) - 0.5)
+    return spread, ticks
 
 
 def kinds_of(paths: Sequence[str], rows: Sequence[Tree]) -> list[str] | None:
