@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycl.config import Tree
-from raycl.errors import RunError
-from raycl.metrics.run_results import tasks_of, title_of
+from raycl.metrics.run_results import tasks_of
 from raycl.routing.score_summary import texts_below
 
 Value = TypeVar("Value")
@@ -71,16 +70,7 @@ class RouterSummary:
 
     @staticmethod
     def of(result: Tree) -> RouterSummary:
-        """Read the routing of a run.
-
-        Raises:
-            RunError: it has no router, or none was measured yet.
-        """
-        if not has_routing(result):
-            raise RunError(
-                f"'{title_of(result)}' has no router in its phase_summaries: only runs of methods that route by "
-                "text (slm) have them, after their first phase"
-            )
+        """Read the routing of a run that has it (`has_routing`)."""
         phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
         shares_by_kind = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
@@ -174,13 +164,7 @@ class AttentionWeights:
 
     @staticmethod
     def of(result: Tree) -> AttentionWeights:
-        """Read the attention of a run.
-
-        Raises:
-            RunError: it has no attention weights.
-        """
-        if not has_attention(result):
-            raise RunError(f"'{title_of(result)}' has no attention weights: only runs with method=sapt do")
+        """Read the attention of a run that has it (`has_attention`)."""
         summary = result["phase_summaries"][-1]["attention"]
         keys = [str(key) for key in summary["keys"]]
         train = {
@@ -274,13 +258,7 @@ class OutputRows(TaskRows):
 
     @staticmethod
     def of(result: Tree) -> OutputRows:
-        """Read the kept rows of a run.
-
-        Raises:
-            RunError: it had no such modifier, or no phase has ended yet.
-        """
-        if not has_output_rows(result):
-            raise RunError(f"'{title_of(result)}' has no output rows: only runs with modifiers=[migu] do")
+        """Read the kept rows of a run that has them (`has_output_rows`)."""
         summaries = [phase["modifiers"]["migu"] for phase in result["phase_summaries"]]
         paths = [path for path in summaries[0]["layers"] if all(path in summary["layers"] for summary in summaries)]
         return OutputRows(

@@ -235,7 +235,7 @@ def attention_figure(results: Sequence[Tree]) -> Figure:
     """Return one row per run: mean weights in percent when each task was learned, and at the end.
 
     Raises:
-        RunError: no results, more than `MOST_RUNS`, a run without attention or with more than `MOST_TASKS` tasks.
+        RunError: no results, more than `MOST_RUNS`, or one with more than `MOST_TASKS` tasks.
     """
     if not results:
         raise RunError("none of these runs has attention to draw: expected runs of sapt")

@@ -60,7 +60,7 @@ def router_figure(results: Sequence[Tree]) -> Figure:
     """Return one row of panels per run: cosines of keys, t-SNE of keys, tasks found by each router.
 
     Raises:
-        RunError: no results, more than `MOST_RUNS`, a run without a router or with more than `MOST_TASKS` tasks.
+        RunError: no results, more than `MOST_RUNS`, or one with more than `MOST_TASKS` tasks.
     """
     if not results:
         raise RunError("none of these runs has a router to draw: expected runs of slm, sapt or the like")

@@ -150,11 +150,7 @@ def comparison_table(lines: Sequence[Line]) -> Page:
 
 
 def routing_table(result: Tree) -> Page:
-    """Return tasks by ways of finding them, in percent of dev texts; `*` marks the way in use.
-
-    Raises:
-        RunError: the run has no router.
-    """
+    """Return tasks by ways of finding them, in percent of dev texts; `*` marks the way in use."""
     routing = RouterSummary.of(result)
     columns = {f"{title} *" if kind == routing.used else title: routing.found[kind] for kind, title in KINDS.items()}
     notes = ["*: chose the adapters" if routing.used in KINDS else f"routed by {routing.used}"]
@@ -172,9 +168,6 @@ def routing_table(result: Tree) -> Page:
 def ood_table(result: Tree) -> Page:
     """Return quantiles of the out-of-distribution scores of each task's dev texts, learned and before, and the mean
     of these, which is all that runs of earlier versions have.
-
-    Raises:
-        RunError: the run has no router.
     """
     routing = RouterSummary.of(result)
     rows = []
@@ -193,11 +186,7 @@ def ood_table(result: Tree) -> Page:
 
 
 def confusion_table(result: Tree) -> Page:
-    """Return tasks by tasks: percent of the dev texts of one that the router sends to the other.
-
-    Raises:
-        RunError: the run has no router.
-    """
+    """Return tasks by tasks: percent of the dev texts of one that the router sends to the other."""
     routing = RouterSummary.of(result)
     rows = ([task, *map(_number, shares)] for task, shares in routing.confused.items())
     head = f"dev texts of each task, and the task whose adapters the router chose, in percent: {title_of(result)}"
@@ -205,21 +194,13 @@ def confusion_table(result: Tree) -> Page:
 
 
 def texts_table(result: Tree) -> Page:
-    """Return the places of dev texts on the map of a run's texts.
-
-    Raises:
-        RunError: the run has no router.
-    """
+    """Return the places of dev texts on the map of a run's texts."""
     rows = [[point.task, f"{point.x:.3f}", f"{point.y:.3f}"] for point in RouterSummary.of(result).texts]
     return Page(Text(f"dev texts in the plane: {title_of(result)}"), grid(["task", "x", "y"], rows))
 
 
 def routing_comparison(results: Sequence[Tree]) -> Page:
-    """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds.
-
-    Raises:
-        RunError: a run has no router.
-    """
+    """Return routers of several runs by task, one block per setting: mean ± standard deviation over seeds."""
     groups = [
         (settings, members, [RouterSummary.of(result) for result in members]) for settings, members in grouped(results)
     ]
@@ -240,9 +221,6 @@ def routing_comparison(results: Sequence[Tree]) -> Page:
 def output_rows_table(result: Tree) -> Page:
     """Return tasks by tasks: percent of the rows that one kept most often which the other kept too; and what the mask
     left.
-
-    Raises:
-        RunError: the run had no modifier that keeps rows.
     """
     kept = OutputRows.of(result)
     table = grid(["", *_heads(kept.tasks), "norm kept"])
@@ -254,11 +232,7 @@ def output_rows_table(result: Tree) -> Page:
 
 
 def attention_table(result: Tree) -> Page:
-    """Return tasks by adapters: mean weights in percent, when each task was learned and on its test texts at the end.
-
-    Raises:
-        RunError: the run's method has no attention over adapters.
-    """
+    """Return tasks by adapters: mean weights in percent, when each task was learned and at the end, on test texts."""
     attention = AttentionWeights.of(result)
     moved = attention.moved()
     parts: list[RenderableType] = []

@@ -252,7 +252,7 @@ def write_outcome(outcome: SweepOutcome, directory: str) -> tuple[str, list[str]
     storage.write_json("summary.json", summary)
     for name, data in files.items():
         storage.write(name, data)
-    drawn = _draw(summary, storage) if best is not None else []
+    drawn = _draw(summary, storage) if outcome.front else []
     return text, [f"{storage.uri}/{name}" for name in (*files, *drawn)]
 
 
@@ -263,7 +263,8 @@ def _page(outcome: SweepOutcome, directory: str, tables: Sequence[Page]) -> str:
     results = [
         tree | {FOLDER: folder.run(number).address} for number in done if (tree := folder.results(number)) is not None
     ]
-    trials = PageSection("Trials", sensitivity_figure(outcome.tree()), tables=tables)
+    figure = sensitivity_figure(outcome.tree()) if outcome.front else None
+    trials = PageSection("Trials", figure, tables=tables)
     lead = [f"Below are the runs of the {len(results)} best trials."] if len(done) == MOST_TRIALS else []
     return report_page(results, outcome.sweep.name, more=[replace(trials, lead=lead)])
 

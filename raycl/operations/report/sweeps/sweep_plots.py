@@ -15,7 +15,6 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from raycl.config import Tree
-from raycl.errors import RunError
 from raycl.operations.report.plots import COLOUR_MAP, COLOURS, new_figure
 from raycl.operations.report.sweeps.sweep_tables import last_parts, text
 
@@ -36,21 +35,13 @@ LOG_FROM = 20
 
 
 def figures_of(summary: Tree) -> dict[str, Figure]:
-    """Return the pictures of a sweep, by the names of their files.
-
-    Raises:
-        RunError: no trial is done.
-    """
+    """Return the pictures of a sweep of which a trial is done and has all scores, by the names of their files."""
     figures = {"parallel.png": parallel_figure(summary), "sensitivity.png": sensitivity_figure(summary)}
     return figures if len(summary["metric"]) < 2 else {**figures, "pareto.png": pareto_figure(summary)}
 
 
 def parallel_figure(summary: Tree) -> Figure:
-    """Return every finished trial as a line over its settings and scores, coloured by the first metric.
-
-    Raises:
-        RunError: no trial is done.
-    """
+    """Return every finished trial as a line over its settings and scores, coloured by the first metric."""
     rows = done_rows(summary)
     paths, same = varied(summary["paths"], rows)
     titles = [*map(last_parts, paths), *summary["metric"]]
@@ -81,9 +72,6 @@ def sensitivity_figure(summary: Tree) -> Figure:
 
     Words, and numbers that are names (seeds), have a dash at each mean and no line. Where one setting takes a few words
     (method: lora, olora), settings of numbers have a line for each of them.
-
-    Raises:
-        RunError: no trial is done.
     """
     rows = done_rows(summary)
     paths, same = varied(summary["paths"], rows)
@@ -103,13 +91,7 @@ def sensitivity_figure(summary: Tree) -> Figure:
 
 
 def pareto_figure(summary: Tree) -> Figure:
-    """Return the first two metrics against each other, the front joined by a line.
-
-    Raises:
-        RunError: no trial is done, or there is one metric only.
-    """
-    if len(summary["metric"]) < 2:
-        raise RunError(f"a front needs two metrics, but '{summary['name']}' has {summary['metric'][0]} alone")
+    """Return the first two metrics against each other, the front joined by a line."""
     rows = done_rows(summary)
     figure = new_figure(4.6, 4.0)
     axes = figure.subplots()
@@ -135,15 +117,8 @@ def pareto_figure(summary: Tree) -> Figure:
 
 
 def done_rows(summary: Tree) -> list[Tree]:
-    """Return trials that are done and have all scores.
-
-    Raises:
-        RunError: there is none.
-    """
-    rows = [row for row in summary["rows"] if row["state"] == "done" and None not in row["scores"]]
-    if not rows:
-        raise RunError(f"no trial of '{summary['name']}' is done, so there is nothing to draw")
-    return rows
+    """Return trials that are done and have all scores."""
+    return [row for row in summary["rows"] if row["state"] == "done" and None not in row["scores"]]
 
 
 def varied(paths: Sequence[str], rows: Sequence[Tree]) -> tuple[list[str], list[str]]:

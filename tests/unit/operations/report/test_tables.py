@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from raycl.errors import RunError
 from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.run_results import Published, find_results
 from raycl.operations.report.latex import escaped
@@ -22,6 +21,7 @@ from raycl.operations.report.tables import (
     routing_comparison,
     routing_table,
     side_by_side,
+    tables_of,
 )
 from raycl.storage import Storage
 from raycl.storage.records import hashed
@@ -249,8 +249,7 @@ def test_task_incremental_routing_marks_no_router(make_routed: Make) -> None:
 
 def test_runs_without_a_router_have_no_routing_table(make_result: Make) -> None:
     for summary in ({}, {"phase_summaries": []}, {"phase_summaries": [{}, {}]}):
-        with pytest.raises(RunError, match="'sapt on long-a, mini-t5, seed 0' has no router in its phase_summaries"):
-            str(routing_table(make_result() | summary))
+        assert len(tables_of(make_result() | summary)) == 1, "the matrix"
 
 
 def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:

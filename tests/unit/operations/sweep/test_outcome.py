@@ -265,3 +265,14 @@ def test_tables_of_all_kinds_of_settings(summary: dict[str, Any]) -> None:
 )
 def test_settings_in_a_cell(value: Any, shown: str) -> None:
     assert text(value) == shown
+
+
+def test_a_sweep_whose_second_metric_has_no_value_in_any_trial_has_its_tables_and_no_pictures(tmp_path: Path) -> None:
+    """Nothing is forgotten in both trials, so `ap / f_ra` has no value there."""
+    written = Written(tmp_path, metric=["ap", "ap / f_ra"], mode=["max", "max"])
+    written.trial(0, at(1e-5, 0), [[50], [50, 60]])
+    written.trial(1, at(1e-2, 0), [[80], [80, 80]])
+    outcome = written.outcome()
+    assert outcome.best == 1 and outcome.front == []
+    _, files = write_outcome(outcome, written.directory)
+    assert {Path(file).name for file in files} == {"summary.txt", "summary.csv", "best.yaml", "report.html"}
