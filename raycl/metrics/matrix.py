@@ -208,15 +208,7 @@ ACCURACY = "accuracy"
 """Name in `Score.extra` of the share of right answers, where another number is the score."""
 
 
-class Averages(TypedDict):
-    """Means over tasks; None where a task has no such number, or there are too few tasks."""
-
-    all: float | None
-    first_two: float | None
-    last_two: float | None
-
-
-def averages(matrix: AccuracyMatrix) -> dict[str, Averages]:
+def averages(matrix: AccuracyMatrix) -> dict[str, dict[str, float | None]]:
     """Return means of the tasks' metrics (`score`) and, where scores have them, of their accuracies (`accuracy`)."""
     last = matrix.cells[-1]
     means = {"score": _averages([cell.value if cell else None for cell in last])}
@@ -225,8 +217,7 @@ def averages(matrix: AccuracyMatrix) -> dict[str, Averages]:
     return means
 
 
-def _averages(numbers: list[float | None]) -> Averages:
-    few = len(numbers) < 2
-    return Averages(
-        all=mean(numbers), first_two=None if few else mean(numbers[:2]), last_two=None if few else mean(numbers[-2:])
-    )
+def _averages(numbers: list[float | None]) -> dict[str, float | None]:
+    """Return means over tasks; None where a task has no such number, or there are too few tasks."""
+    first, last = (None, None) if len(numbers) < 2 else (mean(numbers[:2]), mean(numbers[-2:]))
+    return {"all": mean(numbers), "first_two": first, "last_two": last}

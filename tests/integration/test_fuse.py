@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from raycl.bank import Bank
 from raycl.bank.branches import head_of
 from raycl.cli import main as cli
 from raycl.errors import AdapterError, BankError
-from raycl.operations.banks.fusion import HOW, FusionSettings, fuse, fused_state
+from raycl.operations.banks.fusion import FusionSettings, How, fuse, fused_state
 from raycl.storage import Storage
 from raycl.types import AdapterState
 
@@ -66,7 +66,7 @@ def by_peft(held: dict[str, AdapterState], weights: dict[str, float], how: str, 
     return delta.detach()
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", get_args(How))
 @pytest.mark.parametrize("rank", [2, 6])
 def test_updates_are_pefts(monkeypatch: pytest.MonkeyPatch, how: Any, rank: int) -> None:
     """Entries that DARE drops are the same ones on both sides: PEFT draws the starts of LoRAs before them."""

@@ -247,7 +247,7 @@ def test_tpe_runs_trials_that_differ_in_unused_settings_once(
     file.write_text(yaml.safe_dump(tree))
     sweeps = [run_sweep(load_sweep(str(file)), str(tmp_path), resume) for resume in (False, True)]
     position = SweepFolder.of(load_sweep(str(file)), str(tmp_path))
-    repeated = position.repeated()
+    repeated = position.settings(repeated=True)
     assert repeated and {item["method.ablation"] for item in repeated.values()} == {"arm"}
     for outcome in sweeps:
         assert {row.state for row in outcome.rows} == {"done"} and len(outcome.rows) == 5 - len(repeated)

@@ -314,6 +314,7 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
         state = of_one_rank(state)
     needs_backbone = options.with_samples or options.merged or options.backbone or program
     backbone = backbone_of(snapshot, options.backbone, _permissions(options)) if needs_backbone else None
+    texts: dict[str, str] = {}
     if options.with_samples and backbone:
         chosen = [snapshot.adapter(name) for name in weights]
         texts = sample_texts(bank, snapshot, chosen, load_codec(backbone, 1, 1))
@@ -322,7 +323,7 @@ def _export(bank: Bank, options: Namespace) -> CommandResult:
         storage = export_merged(state, card, backbone, options.to)
     else:
         storage = export_peft(state, card, options.to)
-    for task, lines in texts.items() if options.with_samples else ():
+    for task, lines in texts.items():
         storage.write(f"samples/{task}.jsonl", lines.encode())
     tree = {"folder": storage.uri, "weights": weights, "snapshot": snapshot.number}
     if program and backbone:

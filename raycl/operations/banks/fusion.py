@@ -29,7 +29,6 @@ from raycl.progress import counted_off
 from raycl.types import AdapterState, RouterState
 
 How = Literal["average", "arithmetic", "ties", "dare", "svd"]
-HOW: tuple[How, ...] = ("average", "arithmetic", "ties", "dare", "svd")
 ONE_AT_A_TIME = threading.Lock()
 AVERAGED: tuple[How, ...] = ("average", "dare", "svd")
 """Those in which each adapter has the weight 1 / N where none is given; in the others it has 1."""

@@ -24,6 +24,7 @@ from raycl.data.stream import Stream, open_stream
 from raycl.errors import BackboneError, ConfigError, DataError, StorageError
 from raycl.methods.base import MethodConfig
 from raycl.methods.context import TaskContext
+from raycl.methods.modifier import ModifierConfig
 from raycl.methods.registry import method_class
 from raycl.operations.plan.arithmetic import MASTER, EngineLoad, Linear, ModelLoad, RunLoad, StepLoad
 from raycl.routing.sentence_encoder import EncoderConfig
@@ -435,7 +436,7 @@ def _run(opened: Opened, most: Trained) -> RunLoad:
         epochs_of(context.train, context.stream, phase, codec) if opened.steps else context.train.epochs_of(phase.name)
         for phase in context.phases
     ]
-    settings = [opened.config.method, *opened.config.modifiers.values()]
+    settings: list[MethodConfig | ModifierConfig] = [opened.config.method, *opened.config.modifiers.values()]
     passes = [sum(part.extra_passes(*of) for part in settings) for of in zip(epochs, steps, strict=True)]
     extra = sum(count * more for count, more in zip(steps, passes, strict=True)) / sum(steps)
     return RunLoad(opened.steps, most.state / most.count, disk, extra, opened.config.launch.parallel_tasks)

@@ -265,9 +265,9 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
     recorded = folder.settings()
     trials = _numbered(sweep.trials(), recorded) if sweep.plans else recorded
     known = list(trials.values()) if sweep.plans else examples(sweep)
-    configs_with_settings = [(folder.config(sweep, 0, settings), settings) for settings in known]
+    run_configs = [folder.config(sweep, 0, settings) for settings in known]
     names, lengths = [], set()
-    for config, _ in configs_with_settings:
+    for config in run_configs:
         stream = open_stream(config.stream, config.seed)
         names.append([task.name for task in stream.tasks])
         lengths.add(len(run_config.phases(config, stream)))
@@ -277,7 +277,7 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
             "cannot compare them: leave stream.tasks of one length, or use scheduler=none"
         )
     kinds: dict[tuple[Any, ...], RunConfig] = {}  # a check of all configs would take longer than some sweeps
-    for config, _ in configs_with_settings:
+    for config in run_configs:
         kinds.setdefault(
             (config.method.name, tuple(config.modifiers), config.backbone.name, str(config.stream)), config
         )
@@ -289,12 +289,12 @@ def make_plan(sweep: SweepConfig, folder: SweepFolder) -> SweepPlan:
             f"{sweep.parallel_tasks} all tasks of a trial are learned before its first row is known: use "
             "scheduler=none, or parallel_tasks=1"
         )
-    if any(config.launch.mode == "local" for config, _ in configs_with_settings):
+    if any(config.launch.mode == "local" for config in run_configs):
         raise ConfigError(
             "a sweep runs on Ray, in processes of its own, and launch.mode is local: leave launch.mode at ray, or "
             "train each run with raycl train"
         )
-    keys = [prefix_keys(config, tasks) for (config, _), tasks in zip(configs_with_settings, names, strict=True)]
+    keys = [prefix_keys(config, tasks) for config, tasks in zip(run_configs, names, strict=True)]
     shared = frozenset(shared_keys(keys)) if sweep.share else frozenset()
     total = len(trials) if sweep.plans else sweep.samples
     of_trial = ([key for key in own if key in shared] for own in keys)
@@ -306,7 +306,9 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
     states = {number: folder.state(number, plan.tasks) for number in plan.trials}
     over = [number for number, (state, _) in states.items() if state in ("done", "stopped")]
     left = {number: settings for number, settings in plan.trials.items() if number not in over}
-    todo = len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(folder.repeated())
+    todo = (
+        len(left) if sweep.plans else len(left) + sweep.samples - len(plan.trials) - len(folder.settings(repeated=True))
+    )
     if todo <= 0:
         return
     done = collect(sweep, folder, plan.tasks)
@@ -344,7 +346,7 @@ def _tune(sweep: SweepConfig, directory: str, folder: SweepFolder, plan: SweepPl
 
 def _refuse_unfinished(folder: SweepFolder, plan: SweepPlan, reason: str) -> None:
     over = [number for number in folder.settings() if folder.state(number, plan.tasks)[0] != "unfinished"]
-    total = plan.total - len(folder.repeated())
+    total = plan.total - len(folder.settings(repeated=True))
     if len(over) < total:
         raise stopped_by(
             reason,

@@ -99,11 +99,11 @@ def epochs_figure(results: Sequence[Tree]) -> Figure:
     return figure
 
 
-def _curve_panels(titles: Sequence[str], what: str, tall: float, below: float = 0.0) -> tuple[Figure, Sequence[Axes]]:
+def _curve_panels(titles: Sequence[str], what: str, tall: float, below: float = 0.0) -> tuple[Figure, list[Axes]]:
     """Return a panel for curves of scores under each title; `below`: inches that are left free under all of them."""
     rows = math.ceil(len(titles) / COLUMNS)
     figure = new_figure(COLUMNS * PANEL, rows * tall + below)
-    panels = figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flatten()
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat)
     for title, axes in zip(titles, panels, strict=False):
         axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel(what, fontsize=8)

@@ -23,13 +23,7 @@ LONGEST, LARGEST_POWER = 500, 100
 """Characters of an expression; exponent (and what it may be raised to is a number)."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "round": round,
-    "int": int,
-    "float": float,
-    "len": len,
+    function.__name__: function for function in (min, max, abs, round, int, float, len)
 }
 
 

@@ -80,15 +80,9 @@ class SweepFolder:
         """Write down what a trial is given, or a proposal that is not run, with what acts on nothing in it."""
         self.storage.write_json(f"{REPEATED if repeated else SETTINGS}/{number:04d}.json", settings)
 
-    def settings(self) -> dict[int, Settings]:
-        """Return what each trial so far was given, by number."""
-        return self._numbered(SETTINGS)
-
-    def repeated(self) -> dict[int, Settings]:
-        """Return the proposals so far that were not run, by number."""
-        return self._numbered(REPEATED)
-
-    def _numbered(self, folder: str) -> dict[int, Settings]:
+    def settings(self, repeated: bool = False) -> dict[int, Settings]:
+        """Return what each trial so far was given, by number; or the proposals so far that were not run."""
+        folder = REPEATED if repeated else SETTINGS
         names = [name for name in self.storage.list(folder) if re.fullmatch(r"\d{4,}\.json", name)]
         return {int(name.removesuffix(".json")): dict(self.storage.read_json(f"{folder}/{name}")) for name in names}
 

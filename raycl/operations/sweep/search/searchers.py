@@ -160,7 +160,7 @@ class TpeSearcher(RecordingSearcher):
         self.keys: dict[int, str] = {number: key_of(settings) for number, settings in folder.settings().items()}
         self.results: dict[str, Result] = {}
         self.waiting: dict[str, list[Any]] = {}
-        repeated = folder.repeated()
+        repeated = folder.settings(repeated=True)
         self.proposed: int = max([*self.keys, *repeated, -1]) + 1
         for settings in repeated.values():
             self._repeat(key_of(sweep.collapsed(settings)), self._ask_for(settings))

@@ -198,6 +198,7 @@ def run_trial(config: dict[str, Any], work: TrialWork) -> None:
                 return
 
 
+@dataclass
 class Trial:
     """A trial while it runs.
 
@@ -205,15 +206,12 @@ class Trial:
         reported: rows that Tune has got from this process.
     """
 
-    def __init__(
-        self, sweep: SweepConfig, folder: SweepFolder, number: int, config: RunConfig, work: TrialWork
-    ) -> None:
-        self.sweep = sweep
-        self.folder = folder
-        self.number = number
-        self.config = config
-        self.work = work
-        self.reported: int = 0
+    sweep: SweepConfig
+    folder: SweepFolder
+    number: int
+    config: RunConfig
+    work: TrialWork
+    reported: int = 0
 
     def learn(self) -> None:
         """Learn to the end of the stream, or until the trial is stopped.
