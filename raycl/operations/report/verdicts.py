@@ -259,14 +259,13 @@ def verdicts_of(results: Sequence[Tree], against: str | None = None, measure: st
     by_bench: dict[tuple[Any, ...], list[ComparedMethod]] = {}
     for method in methods:
         by_bench.setdefault(method.bench, []).append(method)
-    made, shown = [], []
+    shown, counted_too = [], []
     for some in by_bench.values():
         best = max(some, key=lambda method: (method.competes, method.ap))
-        for one, other in combinations(some, 2):
-            first, second = (other, one) if one is best else (one, other)
-            made.append(first.against(second, measure))
-            shown.append(second is best)
-    return [verdict for verdict, is_shown in zip(corrected(made), shown, strict=True) if is_shown]
+        others = [method for method in some if method is not best]
+        shown += [method.against(best, measure) for method in others]
+        counted_too += [one.against(other, measure) for one, other in combinations(others, 2)]
+    return corrected([*shown, *counted_too])[: len(shown)]
 
 
 # ---- as a table ----------------------------------------------------------------------------------------------------
