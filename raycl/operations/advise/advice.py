@@ -23,7 +23,6 @@ from raycl.metrics.paired_comparison import LEVEL
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Line, Spread
 from raycl.operations.report.tables import points
-from raycl.operations.report.verdicts import Verdict
 from raycl.operations.sweep.comparison import ComparisonConfig
 from raycl.text_tables import edgeless, render, short_number
 
@@ -93,15 +92,6 @@ class Study:
     measured: list[Measured]
     runs: RecordedRuns
     is_default: bool
-
-    def undecided(self, best: Measured, others: Sequence[Measured]) -> list[tuple[Measured, Verdict]]:
-        """Return the rows that cannot be told from `best`, with their verdicts.
-
-        Holm's correction counts the comparisons with `best` alone.
-        """
-        pairs = [(row.name, best.name) for row in others]
-        made = zip(others, self.runs.verdicts(pairs), strict=True)
-        return [(row, verdict) for row, verdict in made if verdict.word == "cannot be told"]
 
 
 def read_study(files: Path, kind: str | None = None) -> Study:
@@ -304,7 +294,8 @@ def _reason(advice: Advice) -> str:
 
 def _undecided(study: Study, allowed: list[Measured]) -> list[str]:
     best, *others = allowed
-    equal = study.undecided(best, others)
+    verdicts = study.runs.verdicts([(row.name, best.name) for row in others])  # Holm's correction counts these alone
+    equal = [pair for pair in zip(others, verdicts, strict=True) if pair[1].word == "cannot be told"]
     notes = []
     if several := [(row, verdict) for row, verdict in equal if row.seeds > 1]:
         names = ", ".join(

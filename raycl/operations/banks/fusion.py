@@ -55,13 +55,6 @@ class FusionSettings:
         default = 1 / len(names) if self.how in AVERAGED else 1.0
         return {name: default if weight is None else weight for name, weight in names.items()}
 
-    def rank_of(self, states: Mapping[str, AdapterState]) -> int | None:
-        """Return the rank to which updates are cut; None: they are sums, and stay whole."""
-        ranks = [state.rank for state in states.values()]
-        if self.rank is None and self.how in ("average", "arithmetic"):
-            return None
-        return self.rank or (max(ranks) if self.how == "svd" else sum(ranks))
-
 
 @dataclass(frozen=True)
 class Fused:
@@ -143,11 +136,12 @@ def fused_state(
             raise AdapterError(f"adapter '{name}' {NO_SUM}")
         if state.prompt is not None or not state.linears:
             raise AdapterError(f"adapter '{name}' is no LoRA (prompt, label head alone): expected adapters of linears")
-    rank = settings.rank_of(states)
     bare = {name: replace(state, labels=(), head_weight=None, head_bias=None) for name, state in states.items()}
-    if rank is None:
+    if settings.rank is None and settings.how in ("average", "arithmetic"):  # sums, which stay whole
         linears, lost = combine(weights, bare).linears, 0.0
     else:
+        ranks = [state.rank for state in states.values()]
+        rank = settings.rank or (max(ranks) if settings.how == "svd" else sum(ranks))
         linears, lost = _cut(bare, weights, settings, rank)
     return AdapterState(linears, 1.0, None, *_head(states, is_summed)), lost
 
