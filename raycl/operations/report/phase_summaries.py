@@ -93,13 +93,8 @@ class RouterSummary:
             false_alarms=false_alarms_of(result),
             owners=owners,
             cosines=[[float(rows[max(i, j)][min(i, j)]) for j in places] for i in places],
-            points=[
-                Point(str(point["slot"]).rpartition(".")[0], float(point["x"]), float(point["y"]))
-                for point in last.get("key_plane", ())
-            ],
-            texts=[
-                Point(str(point["task"]), float(point["x"]), float(point["y"])) for point in last.get("text_plane", ())
-            ],
+            points=[Point(key["slot"].rpartition(".")[0], key["x"], key["y"]) for key in last.get("key_plane", ())],
+            texts=[Point(text["task"], text["x"], text["y"]) for text in last.get("text_plane", ())],
         )
 
     @property

@@ -97,7 +97,7 @@ def matrix_table(result: Tree, title: str = "") -> Page:
     signed = [f"{METRICS[name]} {_number(metric_of(result, name), '+z.1f')}" for name in ("fwt", "bwt")]
     over_m, weighted = _number(metric_of(result, "bwt_m"), "+z.1f"), _number(metric_of(result, "average_accuracy"))
     headline = f"{'  '.join([*plain, *signed])} (over M: {over_m})  weighted AP {weighted}"
-    parts = (_other_row, _accuracies, _unseen, _general, _epochs, _revision, _starts, _routing, _notes)
+    parts = (_other_row, _accuracies, _unseen, general_tables, _epochs, _revision, _starts, _routing, _notes)
     below = [content for part in parts for content in part(result)]
     return Page(Text(title or title_of(result)), table, Text(headline), *below)
 
@@ -309,12 +309,12 @@ def _unseen(result: Tree) -> list[RenderableType]:
     return [table, grid(["by type", *types], lines)] if types else [table]
 
 
-def general_table(result: Tree) -> Page | None:
-    """Return general ability by task of lm-eval: before any training, after each phase that measured it, and the
-    difference; None: it was not measured. Shares of texts of no learned task are percent."""
+def general_tables(result: Tree) -> list[RenderableType]:
+    """Return a table of general ability by task of lm-eval: before any training, after each phase that measured it, and
+    the difference; none where it was not measured. Shares of texts of no learned task are percent."""
     measured = result.get("general")
     if not measured:
-        return None
+        return []
     phases = zip(result["phases"], measured["phases"], strict=False)
     rows = {"before": measured["before"], **{f"after {phase}": cells for phase, cells in phases if cells}}
     names = list(measured["before"]["cells"])
@@ -330,7 +330,7 @@ def general_table(result: Tree) -> Page | None:
         if any(share is not None for share in shares):
             percent = [None if share is None else 100 * share for share in shares]
             table.add_row("unknown, %", *map(_number, [*percent, general_of(result)["general_unknown"]]))
-    return Page(table)
+    return [table]
 
 
 def unknown_table(result: Tree) -> Page:
@@ -347,11 +347,6 @@ def _epochs(result: Tree) -> list[RenderableType]:
     epochs = sorted({int(epoch) for curve in curves.values() for epoch in curve})
     lines = ([task, *(_number(curve.get(str(epoch))) for epoch in epochs)] for task, curve in curves.items())
     return [grid(["after epoch", *map(str, epochs)], lines)]
-
-
-def _general(result: Tree) -> list[RenderableType]:
-    table = general_table(result)
-    return [] if table is None else [table]
 
 
 def _starts(result: Tree) -> list[RenderableType]:

@@ -40,7 +40,7 @@ from raycl.operations.report.tables import (
     attention_table,
     comparison_table,
     confusion_table,
-    general_table,
+    general_tables,
     matrix_table,
     ood_table,
     output_rows_table,
@@ -267,9 +267,7 @@ def _general(results: Sequence[Tree], lines: Sequence[Line]) -> PageSection | No
         "Mean score of tasks of lm-eval outside the stream, before any training and after the last task. Unknown is "
         "the share of their texts that the router counts as texts of no learned task."
     ]
-    by_task = [
-        Page(Text(title_of(result)), table) for result in results if (table := general_table(result)) is not None
-    ]
+    by_task = [Page(Text(title_of(result)), *tables) for result in results if (tables := general_tables(result))]
     return PageSection("General ability", general_figure(lines), lead, [Page(grid(heads, rows))], by_task)
 
 

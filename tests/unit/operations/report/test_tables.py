@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 
 from raycl.metrics.matrix import AccuracyMatrix, averages
 from raycl.metrics.run_results import Published, find_results
-from raycl.operations.report.latex import escaped
+from raycl.operations.report.latex import escaped, to_latex
+from raycl.operations.report.page.report_page import report_page
 from raycl.operations.report.run_comparison import Spread, compare, runs_to_csv, seed_matrices, to_csv
 from raycl.operations.report.tables import (
     comparison_table,
-    general_table,
     matrix_table,
     routing_comparison,
     routing_table,
@@ -175,8 +176,11 @@ def test_general_ability_has_a_difference_for_each_task(make_result: Make) -> No
         for scores, mean in (({"arc": 50.0, "piqa": 60.0}, 55.0), ({"arc": 30.0, "piqa": 60.0}, 45.0))
     )
     general = {"before": before, "phases": [None, None, after], "after": after, "delta": -10.0}
-    lines = str(general_table(make_result() | {"general": general})).splitlines()
+    result = make_result() | {"general": general}
+    lines = str(matrix_table(result)).splitlines()
     assert cells(next(line for line in lines if "delta" in line)) == ["delta", "-20.0", "+0.0", "-10.0"]
+    assert "delta & -20.0 & +0.0 & -10.0" in to_latex([matrix_table(result)])
+    assert re.search(r"<td>delta</td>\s*<td class=\"right\">-20.0</td>", report_page([result], "page")), "of each run"
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, Any]:
