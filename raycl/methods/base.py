@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -456,14 +455,9 @@ def activate_trainable(method: Method, examples: int) -> AbstractContextManager[
         return nullcontext()
     mixture = Mixture.same(dict.fromkeys(stack.trainable, 1.0), examples)
     mixture = replace(mixture, heads=tuple(stack.trainable)[:1] * examples)
-    if module is not None and any(p.requires_grad for p in _parameters(module)):
+    if module is not None and any(p.requires_grad for p in module.parameters()):
         mixture = replace(mixture, weights=mixture.weights.to(method.backbone.device) + module.zero(examples))
     return stack.activate(mixture)
-
-
-def _parameters(module: RouterModule) -> Iterator[Tensor]:
-    assert isinstance(module, torch.nn.Module), "a router that is trained is a module"
-    return module.parameters()
 
 
 def trained_names(backbone: Backbone) -> list[str]:

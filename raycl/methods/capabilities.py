@@ -3,10 +3,12 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from raycl.backbone import Backbone, BackboneConfig, Output
 from raycl.bank.tensor_groups import TensorGroups
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 class RouterModule(Protocol):
     """A module that routes and is trained with the adapters."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield its parameters, as torch's modules do."""
+        ...
 
     def zero(self, examples: int) -> Tensor:
         """Return `[examples, 1]` zeros in whose graph every trained parameter of the module takes part."""
@@ -127,28 +133,21 @@ class OutputProbe(Protocol):
         """Observe no more."""
 
 
-class LocalAdaptation(Protocol):
+@dataclass(frozen=True)
+class LocalAdaptation:
     """Weights are trained on a text's neighbours before it is answered, and are then as they were before.
 
     Attributes:
         steps: number of gradient steps. rate: length of a step. momentum: momentum of steps; each text begins without
             any.
         weight: weight of the squared distance to the trained weights.
+        parameters: returns names of the backbone's parameters that are adapted.
+        neighbours: returns the stored examples that a batch of one text is adapted to; None: there are none.
     """
 
-    @property
-    def steps(self) -> int: ...
-    @property
-    def rate(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def parameters(self) -> Sequence[str]:
-        """Names of the backbone's parameters that are adapted."""
-        ...
-
-    def neighbours(self, example: Batch) -> Batch | None:
-        """Return the stored examples that a batch of one text is adapted to; None: there are none."""
-        ...
+    steps: int
+    rate: float
+    momentum: float
+    weight: float
+    parameters: Callable[[], Sequence[str]]
+    neighbours: Callable[[Batch], Batch | None]

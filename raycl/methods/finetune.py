@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from raycl.methods.base import Learned, Method, MethodConfig, phase_labels
 from raycl.methods.context import TaskContext
+from raycl.methods.trained_adapters import whole_model
 from raycl.types import Phase
 
 
@@ -30,6 +31,4 @@ class Finetune(Method):
 
     def end_task(self, context: TaskContext) -> Learned:
         """Return the whole model under its Hugging Face names, and the label head."""
-        exported = {self.backbone.exported_name(name): tensor for name, tensor in context.parameters.items()}
-        head = self.backbone.head
-        return Learned(model=exported, labels=[] if head is None else list(head.labels))
+        return whole_model(self.backbone, context.parameters)

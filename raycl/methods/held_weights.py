@@ -45,9 +45,13 @@ class HeldWeights:
 
     def follow(self, rate: float) -> None:
         """Move the held values towards the present ones by this share of the way (an exponential moving average)."""
-        own = dict(self._backbone.named_parameters())
-        for name, value in self._placed().items():
-            value.lerp_(own[name].detach().to(value.dtype), rate)
+        for parameter, value in self._placed().values():
+            value.lerp_(parameter.detach().to(value.dtype), rate)
+
+    def squared_distance(self) -> Tensor:
+        """Return that of the present values to the held ones, in float32 and with a gradient."""
+        pairs = self._placed().values()
+        return torch.stack([(parameter.float() - value).square().sum() for parameter, value in pairs]).sum()
 
     def clear(self) -> None:
         """Hold nothing any more."""
@@ -56,17 +60,16 @@ class HeldWeights:
     @torch.no_grad()
     def output(self, batch: Batch) -> Output:
         """Return the forward pass of the model that has the held values, without dropout, as the learner routes it."""
-        own = dict(self._backbone.named_parameters())
-        held = {f"backbone.{name}": value.to(own[name].dtype) for name, value in self._placed().items()}
+        held = {f"backbone.{name}": value.to(parameter.dtype) for name, (parameter, value) in self._placed().items()}
         with evaluating(self._backbone.model):
             output: Output = functional_call(self._routed, held, (batch,))
         return output
 
-    def _placed(self) -> dict[str, Tensor]:
-        """Return the values on the device of their parameters."""
+    def _placed(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """Return the parameters with their values, which move to the parameter's device."""
         own = dict(self._backbone.named_parameters())
         self.values = {name: value.to(own[name].device) for name, value in self.values.items()}
-        return self.values
+        return {name: (own[name], value) for name, value in self.values.items()}
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
         """Return the values as tensors of a checkpoint: `<kind>/<parameter>`."""

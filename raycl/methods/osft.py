@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from raycl.backbone import Backbone
 from raycl.backbone.base import Side
 from raycl.backbone.roles import linear_names
-from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, Method, MethodConfig, State, in_head, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import TargetModules
+from raycl.methods.trained_adapters import whole_model
 from raycl.types import Batch, Phase
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -169,26 +169,21 @@ class Osft(Method):
         """Return the share of directions that is kept of each block's weights. Collective."""
         if self.config.least == self.config.most:
             return {}
-        if not self._blocks():
+        names = dict.fromkeys(block for name in self._weights if (block := block_of(name)))
+        blocks = {block: self.backbone.model.get_submodule(block.removeprefix("model.")) for block in names}
+        if not blocks:
             return {}
-        blocks = {block: self.backbone.model.get_submodule(block.removeprefix("model.")) for block in self._blocks()}
         with observed_blocks(self.backbone, blocks) as seen:
             context.forward_pass(seen.begin_batch)
         sums = context.sum(torch.stack(list(seen.totals.values())))
         cosines = (sums[:, 0] / sums[:, 1].clamp_min(1)).tolist()
         return shares(dict(zip(blocks, cosines, strict=True)), self.config.least, self.config.most)
 
-    def _blocks(self) -> list[str]:
-        return list(dict.fromkeys(block for name in self._weights if (block := block_of(name))))
-
     def end_task(self, context: TaskContext) -> Learned:
         """Return the whole model under its Hugging Face names, and the label head."""
         self._top.clear()
         own = {name: p.detach() for name, p in self.backbone.named_parameters() if p.numel()}
-        whole = {**own, **context.parameters}
-        exported = {self.backbone.exported_name(name): tensor for name, tensor in whole.items()}
-        head = self.backbone.head
-        return Learned(model=exported, labels=[] if head is None else list(head.labels))
+        return whole_model(self.backbone, {**own, **context.parameters})
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the share of directions that each block's weights kept in the phase that has just ended."""
@@ -198,7 +193,7 @@ class Osft(Method):
         values, tensors = super().state_dict()
         sides = {"kept": self._top.kept, "free": self._top.free}
         held = {f"osft/{side}/{name}": basis.cpu() for side, bases in sides.items() for name, basis in bases.items()}
-        return {**values, "osft": {"shares": self._shares}}, tensors | TensorGroups.of(held)
+        return {**values, "osft": {"shares": self._shares}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)

@@ -332,6 +332,10 @@ class PerTaskAdapter(Method, ABC):
         assert isinstance(self.backbone.prefix, MixedPrompts), "the adapters are no prompts"
         self.backbone.prefix.begin_training(words[rows].float(), form)
 
+    def route(self, batch: Batch) -> Mixture:
+        """Return the task's adapter alone."""
+        return Mixture.same({self._task: 1.0}, len(batch))
+
     def end_task(self, context: TaskContext) -> Learned:
         """Freeze the task's adapters, and publish them with their label rows."""
         return self._published(context, self._freeze(context))
@@ -444,6 +448,3 @@ class ChosenByTask(PerTaskAdapter, ABC):
     """An adapter for each phase, for texts of its tasks."""
 
     starts_anew: ClassVar[bool] = True
-
-    def route(self, batch: Batch) -> Mixture:
-        return Mixture.same({self._task: 1.0}, len(batch))

@@ -11,7 +11,7 @@ from raycl.adapters import AdapterStack
 from raycl.adapters.head import MixedHead
 from raycl.adapters.soft_prompts import MixedPrompts, formed
 from raycl.backbone import Backbone
-from raycl.methods.base import in_head, under
+from raycl.methods.base import Learned, in_head, under
 from raycl.types import AdapterState
 
 HEAD = "head"
@@ -50,6 +50,12 @@ def head_adapter(backbone: Backbone, tensors: Mapping[str, Tensor]) -> dict[str,
         return {}
     weight, bias = tensors["head.weight"].clone(), tensors["head.bias"].clone()
     return {HEAD: AdapterState(labels=tuple(head.labels), head_weight=weight, head_bias=bias)}
+
+
+def whole_model(backbone: Backbone, tensors: Mapping[str, Tensor]) -> Learned:
+    """Return a whole model under its Hugging Face names, and the labels of its head."""
+    model = {backbone.exported_name(name): tensor for name, tensor in tensors.items()}
+    return Learned(model=model, labels=known_labels(backbone))
 
 
 def is_trainable(name: str, parameter: Tensor) -> bool:

@@ -167,7 +167,7 @@ def test_a_failed_generator_falls_back_to_stored_inputs(
     assert (
         said in caplog.text and "(method.generator.epochs) or more gently (method.generator.prompt_rate)" in caplog.text
     )
-    kept = method.reflection.entries["colour"].samples
+    kept = method.reflection.samples["colour"]
     rows = TaskContext(done.context.phases[0], 4, done.context.stream, done.context.backbone.codec)
     assert len(kept) == kept.fallback_samples == 4 and all(
         ids in take_real(rows, Volume(1.0), 0).sources for ids in kept.sources

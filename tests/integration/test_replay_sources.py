@@ -209,7 +209,7 @@ def test_a_generator_writes_instructions_that_stand_for_the_tasks_own(
     first, second = written
     assert {instruction for instruction, _ in first} == {INSTRUCTION} and all(text for _, text in first)
     assert [instruction for instruction, _ in second] == [""] * 4 and given == [INSTRUCTION, None]
-    kept = method.reflection.entries["colour"].samples
+    kept = method.reflection.samples["colour"]
     start = done.context.backbone.codec.encode_target([INSTRUCTION])[0][:-1]
     assert all(ids[: len(start)] == start for ids in kept.sources)
 

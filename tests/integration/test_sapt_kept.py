@@ -46,7 +46,7 @@ def test_mean_weights_are_over_the_configured_split(lab: Lab, split: str) -> Non
         if rows.routed_ids(name)
     }
     assert len(means) == (2 if split == "train" else 3)
-    kept = method.reflection.entries["animal"].abar
+    kept = method.reflection.abar["animal"]
     torch.testing.assert_close(kept, means[split])
     assert all(not torch.allclose(kept, mean, atol=1e-6) for name, mean in means.items() if name != split)
 

@@ -239,7 +239,7 @@ def test_replayed_rows_are_each_trained_on_once_an_epoch(lab: Lab, tmp_path: Pat
         done = run(config, Storage.at(tmp_path))
     method = done.context.method
     assert isinstance(method, Sapt)
-    kept = method.reflection.entries["colour"].samples
+    kept = method.reflection.samples["colour"]
     rows = method.backbone.label_ids() if kind == "bert" else {}
     labels = [rows["blue"], rows["red"]] if kind == "bert" else []
     expected = sorted((s, labels[row] if labels else -100) for s, row in zip(kept.sources, kept.labels, strict=True))
@@ -266,7 +266,7 @@ def test_generated_inputs_are_replayed_with_the_models_own_answers(lab: Lab, tmp
     method = context.method
     assert isinstance(method, Sapt)
     for task, labels in (("colour", ("blue", "red")), ("animal", ("cat", "dog"))):
-        kept = method.reflection.entries[task].samples
+        kept = method.reflection.samples[task]
         assert len(kept) == 4 and all(label in (0, 1) for label in kept.labels)
         said = context.backbone.codec.encode_target([labels[label] for label in kept.labels])
         assert kept.targets == said

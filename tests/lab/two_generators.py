@@ -31,6 +31,6 @@ def main(rank: int, rendezvous: Path, folder: Path) -> None:
     done = run(config, Storage.at(folder / "run"), world=world)
     method = done.context.method
     assert isinstance(method, Sapt)
-    kept = {task: memory.samples.sources for task, memory in method.reflection.entries.items()}
+    kept = {task: samples.sources for task, samples in method.reflection.samples.items()}
     (folder / f"{rank}.json").write_text(json.dumps(kept))
     dist.destroy_process_group()

@@ -19,7 +19,10 @@ Gradients = Mapping[str, Tensor]
 
 def product(first: Gradients, other: Gradients) -> float:
     """Return the product of two gradients over the parameters of the first, summed in float64."""
-    return sum(_dot(gradient, other[name]) for name, gradient in first.items())
+    return sum(
+        float(torch.dot(gradient.reshape(-1).double(), other[name].to(gradient.device).reshape(-1).double()))
+        for name, gradient in first.items()
+    )
 
 
 def gram(gradients: Sequence[Gradients]) -> Tensor:
@@ -40,10 +43,6 @@ def plus(gradients: Gradients, weights: Sequence[float], others: Sequence[Gradie
             total = total + weight * other[name].to(gradient.device).float()
         sums[name] = total.to(gradient.dtype)
     return sums
-
-
-def _dot(first: Tensor, other: Tensor) -> float:
-    return float(torch.dot(first.reshape(-1).double(), other.to(first.device).reshape(-1).double()))
 
 
 class StoredRowsConfig(WrapperConfig):

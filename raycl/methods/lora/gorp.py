@@ -48,7 +48,6 @@ from torch import Tensor, nn
 from raycl.adapters.state import combine
 from raycl.backbone import Backbone
 from raycl.backbone.roles import linear_names
-from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import BackboneError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
@@ -254,7 +253,7 @@ class Gorp(IncLora):
         held = {
             f"gorp/{kind}/{name}": value.cpu() for kind in KINDS for name, value in getattr(self._spaces, kind).items()
         }
-        return values, tensors | TensorGroups.of(held)
+        return values, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)

@@ -25,7 +25,6 @@ from pydantic import Field
 from torch import Tensor
 
 from raycl.backbone import Backbone
-from raycl.bank.tensor_groups import TensorGroups
 from raycl.errors import BackboneError
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
@@ -112,7 +111,7 @@ class Slao(Lora):
         values, tensors = super().state_dict()
         kinds = {TRAINED: self._trained, MERGED: self._merged}
         held = {f"{kind}/{name}": value for kind, kept in kinds.items() for name, value in kept.items()}
-        return {**values, "slao": {"tasks": self._tasks, "labels": self._labels}}, tensors | TensorGroups.of(held)
+        return {**values, "slao": {"tasks": self._tasks, "labels": self._labels}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)

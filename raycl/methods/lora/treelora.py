@@ -37,7 +37,6 @@ from torch import Tensor
 
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import loss_count
-from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import BY_LINEAR, LoraSettings
@@ -212,7 +211,7 @@ class TreeLora(Lora):
         held = {f"treelora/{kind}/{at}": mean.cpu() for kind, means in kept.items() for at, mean in enumerate(means)}
         epoch = {"step": self._step, "steps": self._steps, "chosen": self._chosen}
         bandit = {"distances": self._distances, "choices": self._choices}
-        return {**values, "treelora": {"tasks": len(self._means), **epoch, **bandit}}, tensors | TensorGroups.of(held)
+        return {**values, "treelora": {"tasks": len(self._means), **epoch, **bandit}}, tensors | held
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         super().load_state_dict(values, tensors)

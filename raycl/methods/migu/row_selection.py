@@ -117,9 +117,6 @@ class SparseLayers:
             places_KO = starts_K.unsqueeze(1) + torch.arange(size, device=device)
             self._by_size.append((places_KO, [self._choices[name] for name in names]))
 
-    def __bool__(self) -> bool:
-        return bool(self._choices)
-
     def choose(self, mask_F: Tensor, count: Callable[[int], int] | None) -> None:
         """Let backward form these rows from now on.
 
@@ -136,11 +133,6 @@ class SparseLayers:
         """Let backward form all rows from now on."""
         for choice in self._choices.values():
             choice.rows, choice.formed = None, False
-
-    @property
-    def chosen(self) -> bool:
-        """Return whether backward forms some rows only."""
-        return any(choice.rows is not None for choice in self._choices.values())
 
     def formed(self, name: str) -> bool:
         """Return whether a weight got a gradient of chosen rows since `reset`."""

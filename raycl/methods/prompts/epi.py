@@ -31,7 +31,7 @@ from raycl.methods.prompts.task_module import Module, ModulePerTask, ModuleSetti
 from raycl.methods.queries import TextQueries
 from raycl.routing.class_gaussians import COVARIANCE, MEANS, SAMPLE, ClassGaussians, ClassStatistics
 from raycl.routing.statistics import sample_rows
-from raycl.types import Batch, Mixture, RouterState, Task
+from raycl.types import Batch, RouterState, Task
 
 DEV_BATCH = 16
 """Dev texts that are read together."""
@@ -93,9 +93,6 @@ class Epi(ModulePerTask):
 
     def draw_keys(self, low: Tensor, outputs: int) -> None:
         torch.nn.init.normal_(low)  # as in the authors' code
-
-    def route(self, batch: Batch) -> Mixture:
-        return Mixture.same({self._task: 1.0}, len(batch))
 
     def end_task(self, context: TaskContext) -> Learned:
         """Freeze the adapter, and publish it with its classes' means and covariance, and queries of

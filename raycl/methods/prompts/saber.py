@@ -310,7 +310,7 @@ class Saber(GrowingPrompts):
         values, tensors = super().state_dict()
         kept = {f"{kind}/{name}": tensor for kind, held in self._kept.items() for name, tensor in held.items()}
         own = {"chosen": self.chosen, "refined": self.refined, "scores": self.scores}
-        return {**values, **own}, tensors | TensorGroups.of(kept)
+        return {**values, **own}, tensors | kept
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.chosen = list(values["chosen"])

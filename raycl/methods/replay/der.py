@@ -31,7 +31,7 @@ from raycl.backbone.base import loss_count
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.methods.base import Learned, State, activate_batch, under
 from raycl.methods.context import Step, TaskContext
-from raycl.methods.replay.stored_rows import StoredRows, joined, numbers_of
+from raycl.methods.replay.stored_rows import StoredRows, dealt, joined, numbers_of
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Batch, Phase, Task
 
@@ -184,9 +184,7 @@ class Der(Wrapper):
             return []
         context = self._context
         epoch = context.step.index // -(-context.count("train") // context.batch_size)
-        draw = torch.Generator().manual_seed(self.seed + 1000 * context.phase.index + epoch)
-        order = torch.randperm(len(self._rows), generator=draw).tolist()
-        return [order[row % len(order)] for row in batch.rows.tolist() if row >= 0]
+        return dealt(batch, len(self._rows), self.seed + 1000 * context.phase.index + epoch)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return what makes the step's mean loss over all rows the loss of DER++, in addition to the learner's own."""

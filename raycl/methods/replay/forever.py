@@ -25,15 +25,18 @@ from pydantic import Field, PositiveFloat, field_validator
 from torch import Tensor
 
 from raycl.backbone import Backbone, Output
-from raycl.bank.tensor_groups import TensorGroups
-from raycl.methods.base import Learned, State, trained_names, under
+from raycl.methods.base import Learned, State
 from raycl.methods.context import TaskContext
-from raycl.methods.replay.stored_rows import StoredRows, joined
+from raycl.methods.held_weights import HeldWeights
+from raycl.methods.replay.stored_rows import StoredRows, dealt, joined
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.types import Batch, Phase
 
 RATE = 0.05
 """Rate of the moving average of the size of updates."""
+
+BEFORE, ANCHOR = "forever/before", "forever/anchor"
+"""Kinds of tensors in checkpoints: the weights before the last step, and before the task."""
 
 INTENSITIES = (0.5, 3.0)
 """The least and the greatest factor of `beta`."""
@@ -119,8 +122,8 @@ class Forever(Wrapper):
         self._clock = ModelClock()
         self._step = -1
         self._left = 0
-        self._before: dict[str, Tensor] = {}
-        self._anchor: dict[str, Tensor] = {}
+        self._before = HeldWeights(backbone, self.learner, torch.float32)
+        self._anchor = HeldWeights(backbone, self.learner, torch.float32)
 
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Open the stored rows of earlier tasks, and start the clock."""
@@ -128,17 +131,17 @@ class Forever(Wrapper):
         self._context = context
         entries = [(task, context.stored_rows(task, self.config.share)) for task in context.earlier_tasks]
         self._rows = StoredRows(entries, context, self.backbone, self.seed) if entries else None
-        own = dict(self.backbone.named_parameters())
         if not context.resumed:
-            self._clock, self._step, self._left, self._before = ModelClock(), -1, 0, {}
-            self._anchor = self._values() if entries else {}
-        self._anchor, self._before = (
-            {name: value.to(own[name].device) for name, value in kept.items()} for kept in (self._anchor, self._before)
-        )
+            self._clock, self._step = ModelClock(), -1
+            self._forget()
+            if entries:
+                self._anchor.hold()
 
-    def _values(self) -> dict[str, Tensor]:
-        own = dict(self.backbone.named_parameters())
-        return {name: own[name].detach().float().clone() for name in trained_names(self.backbone)}
+    def _forget(self) -> None:
+        """Hold no weights, and end a replay."""
+        self._before.clear()
+        self._anchor.clear()
+        self._left = 0
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Add a stored row to each new one while a replay lasts."""
@@ -147,37 +150,33 @@ class Forever(Wrapper):
             return batch
         if context.step.index != self._step:
             self._tick(context, len(self._rows))
-        draw = torch.Generator().manual_seed(context.step.seed)
-        order = torch.randperm(len(self._rows), generator=draw).tolist()
-        numbers = [order[row % len(order)] for row in batch.rows.tolist() if row >= 0]
-        if not self._left or not numbers:
+        numbers = dealt(batch, len(self._rows), context.step.seed) if self._left else []
+        if not numbers:
             return batch
         return joined(batch, self._rows.batch(numbers), self.backbone.codec.pad_id)
 
     def _tick(self, context: TaskContext, stored: int) -> None:
         """Measure the last step's update, once before each step, and begin a replay where an interval has passed."""
-        now = self._values()
         self._step, self._left = context.step.index, max(0, self._left - 1)
         if self._before:
-            squares = [(now[name] - value).square().sum() for name, value in self._before.items()]
-            size = float(torch.stack(squares).sum().sqrt())
+            with torch.no_grad():
+                size = float(self._before.squared_distance().sqrt())
             if self._clock.add(size, self.config.warm_up, self.config.days):
                 self._left = -(-stored // context.batch_size)
-        self._before = now
+        self._before.hold()
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return the learner's, and in steps of a replay the distance to the weights before the task, once a step."""
         own = self.learner.penalty(batch, output)
         if not self._left or not self.config.beta:
             return own
-        named = dict(self.backbone.named_parameters())
-        squares = [(named[name].float() - value).square().sum() for name, value in self._anchor.items()]
-        held: Tensor = self.config.beta * self._clock.intensity(self.config.gamma) * torch.stack(squares).sum()
+        weight: float = self.config.beta * self._clock.intensity(self.config.gamma)
+        held = weight * self._anchor.squared_distance()
         return held if own is None else own + held
 
     def end_task(self, context: TaskContext) -> Learned | None:
         """Return the learner's; nothing but the numbers of rows is kept."""
-        self._before, self._anchor, self._left = {}, {}, 0
+        self._forget()
         return self.learner.end_task(context)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -187,12 +186,11 @@ class Forever(Wrapper):
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()
         clock = {"clock": asdict(self._clock), "step": self._step, "left": self._left}
-        kinds = {"before": self._before, "anchor": self._anchor}
-        held = {f"forever/{kind}/{name}": value.cpu() for kind, kept in kinds.items() for name, value in kept.items()}
-        return {**values, "forever": clock}, tensors | TensorGroups.of(held)
+        return {**values, "forever": clock}, tensors | self._before.tensors(BEFORE) | self._anchor.tensors(ANCHOR)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         held = values["forever"]
         self._clock, self._step, self._left = ModelClock(**held["clock"]), held["step"], held["left"]
-        self._before, self._anchor = (dict(under(f"forever/{kind}/", tensors)) for kind in ("before", "anchor"))
+        self._before.restore(BEFORE, tensors)
+        self._anchor.restore(ANCHOR, tensors)
         self.learner.load_state_dict(values, tensors)

@@ -57,7 +57,7 @@ from raycl.errors import ConfigError
 from raycl.methods.base import Learned, Method, MethodConfig, State, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import same_everywhere
-from raycl.methods.replay.stored_rows import FIRST, StoredRows, joined
+from raycl.methods.replay.stored_rows import FIRST, StoredRows, dealt, joined
 from raycl.types import IGNORE, Batch, Phase
 
 AT_ONCE = 32
@@ -185,11 +185,9 @@ class Idbr(Method):
     def _drawn(self, batch: Batch, seed: int) -> list[int]:
         """Return numbers of stored rows: for each new row one of each earlier task."""
         assert self._rows is not None
-        new, numbers, first = [row for row in batch.rows.tolist() if row >= 0], list[int](), 0
+        numbers, first = list[int](), 0
         for task, count in enumerate(self._rows.counts):
-            draw = torch.Generator().manual_seed(seed + task)
-            order = torch.randperm(count, generator=draw).tolist()
-            numbers += [first + order[row % count] for row in new]
+            numbers += [first + number for number in dealt(batch, count, seed + task)]
             first += count
         return numbers
 

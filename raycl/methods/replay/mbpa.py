@@ -27,7 +27,7 @@ What trains while it answers cannot be served as measured, so nothing is publish
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -42,9 +42,10 @@ from raycl.data.sources.cache import cache_folder
 from raycl.data.tokens import HeldRows, TokenColumns
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, State, trained_names, under
+from raycl.methods.capabilities import LocalAdaptation
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import flat, lengths
-from raycl.methods.replay.stored_rows import FIRST, joined
+from raycl.methods.replay.stored_rows import FIRST, dealt, joined
 from raycl.methods.wrapper import Wrapper, WrapperConfig
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.types import Batch, Phase, Task
@@ -189,26 +190,6 @@ class MbpaConfig(WrapperConfig):
         return self.encoder
 
 
-@dataclass(frozen=True)
-class Adaptation:
-    """Adapts the model to a text for the evaluator (`raycl.methods.base.LocalAdaptation`)."""
-
-    method: Mbpa
-    steps: int
-    rate: float
-    momentum: float
-    weight: float
-
-    @property
-    def parameters(self) -> Sequence[str]:
-        """The parameters that the learner trains."""
-        return self.method.adapted
-
-    def neighbours(self, example: Batch) -> Batch | None:
-        """Return the nearest examples of the memory."""
-        return self.method.neighbours_of(example)
-
-
 class Mbpa(Wrapper):
     """Any learner that trains the same weights in every task, with an episodic memory.
 
@@ -242,7 +223,9 @@ class Mbpa(Wrapper):
         self.adapted: list[str] = []
         adapt = config.adapt
         if adapt.steps:
-            self.local_adaptation = Adaptation(self, adapt.steps, adapt.rate, adapt.momentum, adapt.weight)
+            self.local_adaptation = LocalAdaptation(
+                adapt.steps, adapt.rate, adapt.momentum, adapt.weight, lambda: self.adapted, self.neighbours_of
+            )
         self._earlier = 0
         self._context: TaskContext | None = None
 
@@ -265,9 +248,7 @@ class Mbpa(Wrapper):
         every, context = self.config.every, self._context
         if not every or not self._earlier or context is None or (context.step.index + 1) % every:
             return batch
-        draw = torch.Generator().manual_seed(context.step.seed)
-        order = torch.randperm(self._earlier, generator=draw).tolist()
-        numbers = [order[row % len(order)] for row in batch.rows.tolist() if row >= 0]
+        numbers = dealt(batch, self._earlier, context.step.seed)
         if not numbers:
             return batch
         stored = self.memory.batch(numbers, self.backbone, bool(batch.texts))

@@ -67,6 +67,12 @@ def numbers_of(batch: Batch) -> tuple[Tensor, Tensor]:
     return places, FIRST - batch.rows[places]
 
 
+def dealt(batch: Batch, count: int, seed: int) -> list[int]:
+    """Return the number of a stored row for each new row of a batch: a drawn order of all `count` is dealt to them."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[row % count] for row in batch.rows.tolist() if row >= 0]
+
+
 def joined(upper: Batch, lower: Batch, pad_id: int) -> Batch:
     """Return the examples of two batches below each other."""
     has_texts = bool(upper.texts)

@@ -10,7 +10,7 @@ pooled once a task, since embeddings are frozen.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar, Literal
 
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from raycl.config import PathOrUri, Section
 from raycl.data.loader import batch_of, padded
-from raycl.methods.base import under
 from raycl.methods.context import Step
-from raycl.methods.pseudo_samples.samples import PseudoSamples
+from raycl.methods.pseudo_samples.samples import PseudoSamples, kept_samples, kept_tensors
 from raycl.methods.pseudo_samples.sources import Kind, check_files
 from raycl.methods.replay.stored_rows import joined
 from raycl.routing.attention import Attention, divergence
@@ -76,31 +75,21 @@ class ReflectionConfig(Section):
         return self
 
 
-@dataclass(frozen=True)
-class ReplayEntry:
-    """The replay entry of a task.
-
-    Attributes:
-        samples: its pseudo samples.
-        abar: `[i]` mean weights over the keys there were then, in the order of learning.
-    """
-
-    samples: PseudoSamples
-    abar: Tensor
-
-
 class Reflection:
     """The replay buffer of all tasks so far, and the term that it adds.
 
     Attributes:
-        entries: task -> what is kept of it. weight: lambda.
+        weight: lambda.
+        samples: task -> its pseudo-samples.
+        abar: task -> `[i]` mean weights over the keys there were then, in the order of learning.
         pooled: task -> `[n, d]` its pseudo-samples, pooled, on the model's device.
     """
 
     def __init__(self, config: ReflectionConfig, weight: float) -> None:
         self.config = config
         self.weight = weight
-        self.entries: dict[str, ReplayEntry] = {}
+        self.samples: dict[str, PseudoSamples] = {}
+        self.abar: dict[str, Tensor] = {}
         self.pooled: dict[str, Tensor] = {}
 
     def is_due(self, step: Step) -> bool:
@@ -132,27 +121,20 @@ class Reflection:
 
     def target(self, task: str, keys: int) -> Tensor:
         """Return `[1, keys]`: the kept mean weights, 0 for keys that came later."""
-        abar = self.entries[task].abar
+        abar = self.abar[task]
         return torch.nn.functional.pad(abar, (0, keys - len(abar)))[None]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return `abar/<task>`, `pseudo/<task>/<what>`."""
-        tensors: dict[str, Tensor] = {}
-        for task, entry in self.entries.items():
-            tensors[f"abar/{task}"] = entry.abar
-            tensors |= {f"pseudo/{task}/{name}": tensor for name, tensor in entry.samples.tensors().items()}
-        return tensors
+        return {f"abar/{task}": abar for task, abar in self.abar.items()} | kept_tensors("pseudo", self.samples)
 
     def take(self, tasks: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
         """Restore from what `tensors` gave of these tasks.
 
         Nothing is kept of tasks whose task id is given, nor of those whose samples were removed.
         """
-        self.entries = {
-            task: ReplayEntry(PseudoSamples.of(under(f"pseudo/{task}/", tensors)), tensors[f"abar/{task}"])
-            for task in tasks
-            if f"abar/{task}" in tensors and f"pseudo/{task}/source_ids" in tensors
-        }
+        self.samples = kept_samples("pseudo", [task for task in tasks if f"abar/{task}" in tensors], tensors)
+        self.abar = {task: tensors[f"abar/{task}"] for task in self.samples}
 
 
 SampleIndex = tuple[int, int]

@@ -29,7 +29,7 @@ from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of
 from raycl.methods.pseudo_samples.sources import SampleSource
 from raycl.methods.queries import bare_queries
-from raycl.methods.sapt.reflection import PseudoReplay, Reflection, ReplayEntry
+from raycl.methods.sapt.reflection import PseudoReplay, Reflection
 from raycl.methods.sapt.settings import ABLATIONS, Ablation, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
 from raycl.routing.attention import LEAST_WEIGHT, Attention, learn_selector, max_pooled, mixture_of
@@ -61,12 +61,9 @@ class Sapt(PerTaskAdapter):
         """
         attention = config.attention.settled(backbone.head is not None, config.head_rule == "logit")
         config = config.model_copy(update={"attention": attention})
-        is_prompt = config.value == "prompt"
-        if is_prompt:
-            form = AdapterForm((), config.scaling, config.head_rule, prompts="sum")
-        else:
-            parameters = config.target_parameters
-            form = AdapterForm(config.target_modules, config.scaling, config.head_rule, parameters=parameters)
+        form = AdapterForm((), config.scaling, config.head_rule, prompts="sum")
+        if config.value == "lora":
+            form = replace(form, targets=config.target_modules, parameters=config.target_parameters, prompts=None)
         super().__init__(config, backbone, seed, form)
         self.config: SaptConfig
         self.stack.detach_loaded = config.stop_grad_old_blocks
@@ -106,7 +103,7 @@ class Sapt(PerTaskAdapter):
     def begin_task(self, phase: Phase, context: TaskContext) -> None:
         """Train the task's adapter and key, and the shared projection; freeze all else."""
         self.context = context
-        removed = [task for task in self._learned if task not in self.reflection.entries]
+        removed = [task for task in self._learned if task not in self.reflection.samples]
         if removed and self.ablation.selects and not self.task_id_given:
             raise RunError(
                 f"method.ablation={self.config.ablation} trains a selector on pseudo-samples of every task, and those "
@@ -128,7 +125,7 @@ class Sapt(PerTaskAdapter):
                 for table in context.tables("train")
             ]
             self.attention.look_at(self._pooled([ids for of_table in drawn for ids in of_table]))
-        self.reflection.pooled = self._pooled_entries() if self.reflection.weight and not self._is_alone else {}
+        self.reflection.pooled = self._pooled_samples() if self.reflection.weight and not self._is_alone else {}
         self._replay = self._pseudo_replay(context) if self.ablation.replays and not self._is_alone else None
         self._start(context, self.config.start_trial_steps)
 
@@ -139,10 +136,9 @@ class Sapt(PerTaskAdapter):
             self.config.begin_training(self.stack, [phase.name, "nearest"])
 
     def _pseudo_replay(self, context: TaskContext) -> PseudoReplay:
-        rows, entries = self.backbone.label_ids(), self.reflection.entries
-        labels = [[rows[label] for label in self._learned[task].labels] for task in entries]
-        samples = [entry.samples for entry in entries.values()]
-        return PseudoReplay(samples, labels, context.count("train"), self.seed + context.phase.index)
+        rows, samples = self.backbone.label_ids(), self.reflection.samples
+        labels = [[rows[label] for label in self._learned[task].labels] for task in samples]
+        return PseudoReplay(list(samples.values()), labels, context.count("train"), self.seed + context.phase.index)
 
     def _create(self, task: str) -> None:
         config, continued = self.config, [self.continued] if self.continued else []
@@ -169,7 +165,7 @@ class Sapt(PerTaskAdapter):
     def route(self, batch: Batch) -> Mixture:
         """Return all adapters so far, by the attention of each example's source; without attention the task's own."""
         if self._is_alone:
-            return Mixture.same({self._task: 1.0}, len(batch))
+            return super().route(batch)
         config = self.config.attention
         with torch.no_grad():
             ids_BL, mask_BL = batch.routed
@@ -195,8 +191,8 @@ class Sapt(PerTaskAdapter):
             self.trained_on[task], self.continued = self.continued, ""
         if self.task_id_given:
             return self._published(context, states)
-        samples = self._samples(context)
-        self.reflection.entries[task] = ReplayEntry(samples, self._mean_weights(context))
+        samples = self.reflection.samples[task] = self._samples(context)
+        self.reflection.abar[task] = self._mean_weights(context)
         if self.ablation.selects:
             self._train_selector()
         return replace(self._published(context, states), extras={task: {"pseudo": samples.tensors()}})
@@ -214,15 +210,13 @@ class Sapt(PerTaskAdapter):
 
     def _train_selector(self) -> None:
         """Train a separate selector from scratch, on the recorded mean weights of all tasks."""
-        targets = {task: entry.abar for task, entry in self.reflection.entries.items()}
-        config, number = self.config, len(self._learned)
-        selector = learn_selector(
-            self._pooled_entries(), targets, config.attention, config.selector, self.seed + 1000 * number
-        )
+        config, seed = self.config, self.seed + 1000 * len(self._learned)
+        pooled = self._pooled_samples()
+        selector = learn_selector(pooled, self.reflection.abar, config.attention, config.selector, seed)
         self.selector = selector.to(self.backbone.device)
 
-    def _pooled_entries(self) -> dict[str, Tensor]:
-        return {task: self._pooled(entry.samples.sources) for task, entry in self.reflection.entries.items()}
+    def _pooled_samples(self) -> dict[str, Tensor]:
+        return {task: self._pooled(samples.sources) for task, samples in self.reflection.samples.items()}
 
     @torch.no_grad()
     def _mean_weights(self, context: TaskContext) -> Tensor:
@@ -256,10 +250,10 @@ class Sapt(PerTaskAdapter):
         if self.task_id_given:
             return {}
         trained = {"trained_on": dict(self.trained_on)} if self.trained_on else {}
-        abar = {task: _rounded(entry.abar) for task, entry in self.reflection.entries.items()}
+        abar = {task: _rounded(abar) for task, abar in self.reflection.abar.items()}
         test = {task: _rounded(weights) for task, weights in observed.items()}
-        kept = {task: entry.samples for task, entry in self.reflection.entries.items()}
-        weights = {"keys": list(self.attention.names), "train": abar, "test": test, **counts_of(kept)}
+        counts = counts_of(self.reflection.samples)
+        weights = {"keys": list(self.attention.names), "train": abar, "test": test, **counts}
         return super().summary(observed) | trained | {"attention": weights}
 
     def state_dict(self) -> State:

@@ -9,7 +9,6 @@ batch, heads picked by the true number of labels, drifting old slots), this foll
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -229,15 +228,15 @@ class Slm(PerTaskAdapter):
         length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
         rank = length if self.config.value == "prefix" else self.config.r_by_task.get(task, self.config.r)
         ranks = dict.fromkeys(self.router.adapters(task), rank)
-        self.stack.begin_training(ranks, self.scale, partial(_normal, std=self.config.a_init_std))
+        std = self.config.a_init_std  # the released code draws A from a normal distribution
+        self.stack.begin_training(ranks, self.scale, lambda low, outputs: torch.nn.init.normal_(low, std=std))
         if self.config.value == "prompt":
             form = PromptForm(self.config.prompt_form)
             self._begin_prompts(len(ranks), length, form)
 
     def _pairs(self, task: str, known: str) -> dict[str, str]:
         """Slots begin with the slot of the known task whose keys are most similar."""
-        pairs = zip(self.router.adapters(task), self.router.nearest_slots(task, known), strict=True)
-        return dict(pairs)
+        return dict(zip(self.router.adapters(task), self.router.nearest_slots(task, known), strict=True))
 
     def _number(self) -> int:
         return self.tasks_elsewhere + len(self.router.tasks)
@@ -306,7 +305,6 @@ class Slm(PerTaskAdapter):
             "novelty": {task: 100 * float(scores_B.mean()) for task, scores_B in outside.items()},
             "ood": quantiles(self.router, outside),
             "truncated_queries": self.encoder.truncated,
-            "key_similarity": similarity(self.router),
             "slot_similarity": newest_rows(self.router),
             "key_plane": plane(self.router, self.seed),
             "text_plane": text_plane(self.router, self.seed),
@@ -342,11 +340,6 @@ def _restored(state: RouterState, tensors: Mapping[str, Tensor]) -> SlotRouter:
     return router
 
 
-def _normal(low: Tensor, outputs: int, std: float) -> None:
-    """Fill A from a normal distribution (the released code; most others draw Kaiming-uniform)."""
-    torch.nn.init.normal_(low, std=std)
-
-
 MOST_POINTS, MOST_TEXTS, PLANE_STEPS = 1000, 200, 500
 """The most sub-keys and dev texts for t-SNE, and its steps: about a second. Twice the steps do not improve it (a
 divergence of 0.62 with 500 and with 1,000)."""
@@ -370,21 +363,6 @@ def quantiles(router: SlotRouter, outside: Mapping[str, Tensor]) -> dict[str, An
         }
         for part, scores in parts.items()
     }
-
-
-def similarity(router: SlotRouter) -> list[list[float]]:
-    """Return the `[T][T]` mean cosine of the keys of two tasks in the same group (with itself: of different slots)."""
-    keys = router.keys()
-    rows = []
-    for task in router.tasks:
-        row = []
-        for other in router.tasks:
-            similar = cosines(keys[task], keys[other]).mean(1)
-            if task == other and len(similar) > 1:
-                similar = similar[~torch.eye(len(similar), dtype=torch.bool)]
-            row.append(float(similar.mean()))
-        rows.append(row)
-    return rows
 
 
 def newest_rows(router: SlotRouter) -> list[list[float]]:

@@ -27,7 +27,7 @@ def answer_each(
     """
     answers = [""] * len(batch)
     own = dict(method.backbone.named_parameters())
-    weights = {name: own[name] for name in adaptation.parameters if name in own and own[name].numel()}
+    weights = {name: own[name] for name in adaptation.parameters() if name in own and own[name].numel()}
     assert weights, "nothing can be adapted"
     base = {name: parameter.detach().clone() for name, parameter in weights.items()}
     for row, position in enumerate(batch.rows.tolist()):

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from raycl.bank.tensor_groups import ROUTERS
 from raycl.storage import Storage
 from raycl.training.definition.training_context import TrainingContext
@@ -139,7 +137,7 @@ def plan_from(
     """
     method, count = context.method, len(context.phases)
     module = method.router_module
-    router = 4 * sum(p.numel() for p in module.parameters()) if isinstance(module, torch.nn.Module) else 0
+    router = 0 if module is None else 4 * sum(parameter.numel() for parameter in module.parameters())
     routing = sum(size for name, size in kept.items() if name.startswith(tuple(f"{kind}/" for kind in ROUTERS)))
     earlier = phase.index * (trained - router) if method.own_adapters else 0
     others = max(0, sum(kept.values()) - earlier - routing)

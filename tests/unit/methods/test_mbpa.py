@@ -124,7 +124,7 @@ def test_three_steps_by_hand(lab: Lab, kind: str, momentum: float) -> None:
     method, context = taught(lab, kind, steps=3, rate=0.2, momentum=momentum, weight=0.3)
     example, adaptation = alone(some_rows(context, 3), 1), method.local_adaptation
     assert adaptation is not None
-    own = {n: p for n, p in context.backbone.named_parameters() if n in adaptation.parameters and p.numel()}
+    own = {n: p for n, p in context.backbone.named_parameters() if n in adaptation.parameters() and p.numel()}
     base = {name: p.detach().clone() for name, p in own.items()}
     adapt(method, adaptation, example, own, base)
     copied = {name: p.detach().clone() for name, p in own.items()}

@@ -116,7 +116,8 @@ def test_importance_is_the_cosine_over_real_tokens(lab: Lab, kind: str) -> None:
     """A batch with padding gives the sum over its examples one by one; each weight's rank follows from its block."""
     method, context = started(lab, kind)
     data = begin_phase(context)
-    blocks = {block: context.backbone.model.get_submodule(block.removeprefix("model.")) for block in method._blocks()}
+    names = dict.fromkeys(map(block_of, method._weights))
+    blocks = {block: context.backbone.model.get_submodule(block.removeprefix("model.")) for block in names}
     assert len(blocks) == (4 if kind == "t5" else 2)
     codec = context.backbone.codec
     table = context.stream.table(context.stream.tasks[0], "train", codec)

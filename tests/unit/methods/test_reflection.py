@@ -14,7 +14,7 @@ from raycl.errors import ConfigError, DataError
 from raycl.methods.context import Step, TaskContext
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of, take_real
 from raycl.methods.pseudo_samples.sources import read_file, read_texts
-from raycl.methods.sapt.reflection import Reflection, ReflectionConfig, ReplayEntry
+from raycl.methods.sapt.reflection import Reflection, ReflectionConfig
 from raycl.routing.attention import Attention, AttentionConfig, divergence
 from raycl.training.assembly import build
 from raycl.training.setup.run_config import load_config
@@ -33,8 +33,8 @@ def remembered(tasks: int, rows: int = 20, weight: float = 0.5, **settings: Any)
         if number < tasks:
             assert attention.key is not None
             attention.end({**attention.tensors(), "key": attention.key})
-            abar = torch.rand(number + 1, generator=draw).softmax(0)
-            reflection.entries[f"t{number}"] = ReplayEntry(PseudoSamples([[1]] * rows, [], []), abar)
+            reflection.samples[f"t{number}"] = PseudoSamples([[1]] * rows, [], [])
+            reflection.abar[f"t{number}"] = torch.rand(number + 1, generator=draw).softmax(0)
             reflection.pooled[f"t{number}"] = torch.randn(rows, WIDE, generator=draw)
     return reflection, attention
 
@@ -64,7 +64,7 @@ def test_the_term_is_the_mean_over_inputs_summed_over_tasks() -> None:
     expected = 0.0
     for number in range(3):
         kept = torch.zeros(4)
-        kept[: number + 1] = reflection.entries[f"t{number}"].abar
+        kept[: number + 1] = reflection.abar[f"t{number}"]
         rows = divergence(kept.expand(6, -1), attention(reflection.pooled[f"t{number}"]))
         expected += 0.5 * float(rows.mean())
     assert value(reflection, attention) == pytest.approx(expected, rel=1e-5)
@@ -123,12 +123,10 @@ def test_the_released_scale_grows_with_accumulation() -> None:
 
 def test_the_replay_buffer_is_restored_unchanged() -> None:
     first, _attention = remembered(2)
-    first.entries["t1"] = ReplayEntry(PseudoSamples([[1, 2], [3]], [[4], []], [0, -1]), first.entries["t1"].abar)
+    first.samples["t1"] = PseudoSamples([[1, 2], [3]], [[4], []], [0, -1])
     second = Reflection(first.config, 0.5)
     second.take(["t0", "t1"], first.tensors())
-    assert [memory.samples for memory in second.entries.values()] == [
-        memory.samples for memory in first.entries.values()
-    ]
+    assert second.samples == first.samples
     assert all(torch.equal(second.target(task, 3), first.target(task, 3)) for task in ("t0", "t1"))
 
 

@@ -70,7 +70,6 @@ def _facts(
     tasks: list[str], router: str, slots: int, cosines: np.ndarray[Any, Any], draw: np.random.Generator
 ) -> dict[str, Any]:
     """Return facts as `Slm.summary` gives them after the last of `tasks`."""
-    blocks = cosines.reshape(len(tasks), slots, len(tasks), slots).mean((1, 3))
     worst = {"keys": 70.0, "discriminant": 90.0, "eq13": 60.0}
     places = draw.normal(size=(len(tasks), slots, 6, 2)) + 9 * np.array([[n % 3, n // 3] for n in range(6)])
     return {
@@ -87,7 +86,6 @@ def _facts(
             "outside": {tasks[-1]: [0.6, 0.9, 1.0, 1.0, 1.0]} if len(tasks) > 1 else {},
         },
         "truncated_queries": 0,
-        "key_similarity": blocks.tolist(),
         "slot_similarity": cosines[-slots:].round(3).tolist(),
         "key_plane": [
             {"x": x, "y": y, "slot": f"{task}.{slot}", "group": group}
