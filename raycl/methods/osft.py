@@ -35,13 +35,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from raycl.backbone import Backbone
-from raycl.backbone.base import Side
 from raycl.backbone.roles import linear_names
 from raycl.methods.base import Learned, Method, MethodConfig, State, in_head, phase_labels, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import TargetModules
+from raycl.methods.token_sums import TokenSums
 from raycl.methods.trained_adapters import whole_model
-from raycl.types import Batch, Phase
+from raycl.types import Phase
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 """The block of a layer's path: `encoder.block.0` of `encoder.block.0.layer.1.DenseReluDense.wi`."""
@@ -217,38 +217,21 @@ def shares(cosines: Mapping[str, float], least: float, most: float) -> dict[str,
     return {layer: min(1.0, max(0.0, least + cosine / mean * (most - least))) for layer, cosine in cosines.items()}
 
 
-class BlockSimilarity:
-    """Sums of the cosines of blocks' inputs and outputs over real tokens.
-
-    Attributes:
-        totals: block -> its sum and the number of tokens, float64 on the model's device.
-    """
-
-    def __init__(self, backbone: Backbone, blocks: Mapping[str, nn.Module]) -> None:
-        self.backbone = backbone
-        self.totals: dict[str, Tensor] = {
-            block: torch.zeros(2, dtype=torch.float64, device=backbone.device) for block in blocks
-        }
-        self._real: dict[Side, Tensor] = {}
-
-    def begin_batch(self, batch: Batch) -> None:
-        self._real = self.backbone.real_tokens(batch)
-
-    def observe(self, block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
-        """Add a block's tokens in a hook; a prefix in front of the text takes no part."""
-        real_BS = self._real[self.backbone.side(block.removeprefix("model."))]
-        read = given[0] if given else named["hidden_states"]
-        written = y[0] if isinstance(y, tuple) else y
-        read_ND, written_ND = (states.detach()[:, -real_BS.shape[1] :][real_BS].float() for states in (read, written))
-        cosines_N = nn.functional.cosine_similarity(read_ND, written_ND, dim=-1)
-        self.totals[block] += torch.stack([cosines_N.sum().double(), real_BS.sum().double()])
-
-
 @contextmanager
-def observed_blocks(backbone: Backbone, blocks: Mapping[str, nn.Module]) -> Iterator[BlockSimilarity]:
-    """Observe what these blocks read and write while the context is open."""
-    seen = BlockSimilarity(backbone, blocks)
+def observed_blocks(backbone: Backbone, blocks: Mapping[str, nn.Module]) -> Iterator[TokenSums]:
+    """Add up the cosines `[2]` of what these blocks read and write at real tokens, and the number of tokens, while the
+    context is open."""
+    zeros = torch.zeros(2, dtype=torch.float64, device=backbone.device)
+    sums = TokenSums(backbone, {block: zeros.clone() for block in blocks})
+
+    def observe(block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any) -> None:
+        states = given[0] if given else named["hidden_states"], y[0] if isinstance(y, tuple) else y
+        read_ND, written_ND = (sums.real(block.removeprefix("model."), part) for part in states)
+        cosines_N = nn.functional.cosine_similarity(read_ND, written_ND, dim=-1)
+        count = torch.ones_like(cosines_N, dtype=torch.float64).sum()
+        sums.totals[block] += torch.stack([cosines_N.sum().double(), count])
+
     with ExitStack() as hooks:
         for block, module in blocks.items():
-            hooks.enter_context(module.register_forward_hook(partial(seen.observe, block), with_kwargs=True))
-        yield seen
+            hooks.enter_context(module.register_forward_hook(partial(observe, block), with_kwargs=True))
+        yield sums

@@ -42,11 +42,11 @@ from torch import Tensor, nn
 
 from raycl.adapters.layer import StackedLora
 from raycl.backbone import Backbone
-from raycl.backbone.base import Side
 from raycl.methods.base import Learned, MethodConfig, State, in_head, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora.inclora import IncLora, IncLoraSettings
-from raycl.types import Batch, Phase
+from raycl.methods.token_sums import TokenSums
+from raycl.types import Phase
 
 NOISE = 1e-6
 """Singular values below this share of the covariance's norm are rounding errors: inputs are computed in float32."""
@@ -244,36 +244,18 @@ def outside(low_RD: Tensor, subspace: Subspace) -> Tensor:
     return rest
 
 
-class ObservedInputs:
-    """Sums of x x^T over the real tokens that linears read.
-
-    Attributes:
-        totals: path -> `[D, D]` float64, on the model's device.
-    """
-
-    def __init__(self, backbone: Backbone, layers: Mapping[str, StackedLora]) -> None:
-        self.backbone = backbone
-        self.totals: dict[str, Tensor] = {
-            path: torch.zeros(layer.inputs, layer.inputs, dtype=torch.float64, device=layer.weight.device)
-            for path, layer in layers.items()
-        }
-        self._real: dict[Side, Tensor] = {}
-
-    def begin_batch(self, batch: Batch) -> None:
-        self._real = self.backbone.real_tokens(batch)
-
-    def observe(self, path: str, linear: nn.Module, given: tuple[Tensor, ...]) -> None:
-        """Add a linear's inputs `[B, S, D]` in a hook; a prefix in front of the text takes no part."""
-        real_BS = self._real[self.backbone.side(path)]
-        tokens_ND = given[0].detach()[:, -real_BS.shape[1] :][real_BS].float()
-        self.totals[path] += (tokens_ND.T @ tokens_ND).double()
-
-
 @contextmanager
-def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[ObservedInputs]:
-    """Observe the inputs of these linears while the context is open."""
-    inputs = ObservedInputs(backbone, layers)
+def observed_inputs(backbone: Backbone, layers: Mapping[str, StackedLora]) -> Iterator[TokenSums]:
+    """Add up x x^T `[D, D]` over the real tokens that these linears read, while the context is open."""
+    sizes = {path: layer.inputs for path, layer in layers.items()}
+    zeros = {path: torch.zeros(size, size, dtype=torch.float64, device=backbone.device) for path, size in sizes.items()}
+    sums = TokenSums(backbone, zeros)
+
+    def observe(path: str, linear: nn.Module, given: tuple[Tensor, ...]) -> None:
+        tokens_ND = sums.real(path, given[0])
+        sums.totals[path] += (tokens_ND.T @ tokens_ND).double()
+
     with ExitStack() as hooks:
         for path, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(partial(inputs.observe, path)))
-        yield inputs
+            hooks.enter_context(layer.register_forward_pre_hook(partial(observe, path)))
+        yield sums

@@ -3,7 +3,6 @@
 Every task's examples are spread over the workers.
 """
 
-import contextlib
 import json
 import logging
 import time
@@ -33,47 +32,6 @@ from raycl.training.phase.routing import PublishedRouter, TextAlone
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Batch, Mixture, Phase, Score, Task
-
-
-def general_scores(
-    context: TrainingContext,
-    world: DistributedContext,
-    router: PublishedRouter | None,
-    is_bare: bool = False,
-    learning: str = "",
-) -> dict[str, Score]:
-    """Return the task and metric -> score. Collective; rank 0 logs each.
-
-    Args:
-        router: router of the phase; None: the model has no adapters.
-        is_bare: the backbone without adapters answers.
-        learning: a task in training, as a text of which the method routes each.
-    """
-    method = context.method
-
-    def route(batch: Batch) -> Mixture | None:
-        if learning:
-            with torch.no_grad():
-                return method.route(replace(batch.to(world.device), tasks=(learning,) * len(batch.tasks)))
-        if is_bare or router is None:
-            return None
-        return router.rule.applied(router.mixture(batch.to(world.device)))
-
-    model = RoutedModel(
-        context.backbone,
-        (lambda mixture: contextlib.nullcontext()) if is_bare else (lambda mixture: activate(method, mixture)),
-        route,
-        context.evaluation.batch_size,
-        share=(world.rank, world.size),
-        gather=world.gather,
-    )
-    scores = measure(model, context.evaluation.general)
-    if world.is_first:
-        log.info("    general ability %s: %.1f", "before any training" if is_bare else "now", ability(scores))
-        for name, score in scores.items():
-            log.info("%s", line_of_ability(name, score))
-    return scores
-
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -178,14 +136,32 @@ class StreamEvaluation:
         return {} if known else replace(self, is_bare=True).general()
 
     def general(self, learning: str = "") -> dict[str, Score]:
-        """Return the task of lm-eval and its metric -> score, by texts that come without a task.
+        """Return the task of lm-eval and its metric -> score, by texts that come without a task; rank 0 logs each.
 
         Args:
-            learning: see `general_scores`.
+            learning: a task in training, as a text of which the method routes each.
         """
+        context, world, router = self.context, self.world, self.router
         if self.before is not None:
             self.before("general ability")
-        return general_scores(self.context, self.world, self.router, self.is_bare, learning)
+
+        def route(batch: Batch) -> Mixture | None:
+            if learning:
+                with torch.no_grad():
+                    return context.method.route(replace(batch.to(world.device), tasks=(learning,) * len(batch.tasks)))
+            if self.is_bare or router is None:
+                return None
+            return router.rule.applied(router.mixture(batch.to(world.device)))
+
+        activated, size = partial(activate, context.method), context.evaluation.batch_size
+        share = world.rank, world.size
+        model = RoutedModel(context.backbone, activated, route, size, share=share, gather=world.gather)
+        scores = measure(model, context.evaluation.general)
+        if world.is_first:
+            log.info("    general ability %s: %.1f", "before any training" if self.is_bare else "now", ability(scores))
+            for name, score in scores.items():
+                log.info("%s", line_of_ability(name, score))
+        return scores
 
     def _titled(self, title: str, folder: str, tasks: Sequence[Task]) -> dict[str, Score]:
         if tasks and self.world.is_first:

@@ -284,10 +284,15 @@ def check_selection(config: RunConfig, stream: Stream) -> None:
     Raises:
         ConfigError: a task without dev rows, or an engine that shards the weights.
     """
-    if config.eval.at_epochs and isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
+    inside = {
+        f"eval.at_epochs={config.eval.at_epochs}": config.eval.at_epochs is not None,
+        f"eval.select={config.eval.select}": config.eval.select != "last",
+    }
+    is_partitioned = isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3
+    for setting in [name for name, is_set in inside.items() if is_set and is_partitioned]:
         raise ConfigError(
-            f"eval.at_epochs={config.eval.at_epochs} evaluates inside a task, where engine.zero_stage=3 has no whole "
-            "weights: use zero_stage 0, 1 or 2, or engine=torch"
+            f"{setting} evaluates inside a task, where engine.zero_stage=3 has no whole weights: use zero_stage 0, 1 "
+            "or 2, or engine=torch"
         )
     if config.eval.select == "last":
         return
@@ -296,11 +301,6 @@ def check_selection(config: RunConfig, stream: Stream) -> None:
         raise ConfigError(
             f"eval.select=best_dev, but {', '.join(without)} has no dev rows: raise stream.dev_fraction, give dev "
             "files with stream.dev=file, or use eval.select=last"
-        )
-    if isinstance(config.engine, DeepSpeedConfig) and config.engine.zero_stage == 3:
-        raise ConfigError(
-            "eval.select=best_dev evaluates inside a task, where engine.zero_stage=3 has no whole weights: use "
-            "zero_stage 0, 1 or 2, or engine=torch"
         )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from raycl import config as configs
 from raycl.backbone import Backbone
@@ -24,6 +24,9 @@ from raycl.types import Task, TextCodec
 
 log: logging.Logger = logging.getLogger("raycl")
 
+WHOLE_WEIGHTS = "use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+"""What to do where each worker needs whole weights."""
+
 
 def check_engine(config: RunConfig) -> None:
     """Refuse engines that cannot train this run.
@@ -42,29 +45,8 @@ def check_engine(config: RunConfig) -> None:
             f"train.optimizer={config.train.optimizer} updates whole parameters, which engine={engine.name} shares "
             f"out: expected {able}, or engine=torch"
         )
-    for name, method in _methods(config).items():
-        if not engine.sharding or not (method.computes_gradients or method.replaces_parameters):
-            continue
-        what = "gradients of its own" if method.computes_gradients else "outputs with earlier parameters"
-        raise ConfigError(
-            f"method '{name}' computes {what}, which {engine.sharding} does not support: use "
-            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
-        )
-    reading = [name for name in config.modifiers if modifier_class(name).computes_gradients]
-    if engine.sharding and reading:
-        raise ConfigError(
-            f"modifiers.{reading[0]} computes gradients of its own, which {engine.sharding} does not support: use "
-            "engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
-        )
-    if engine.sharding and config.method.innermost.reads_weights:
-        learner = config.method.innermost
-        by = " (use_dora, init_lora_weights, target_parameters)"
-        is_chosen = isinstance(learner, LoraSettings) and learner.reads_chosen_weights
-        reason = by if is_chosen else ""
-        raise ConfigError(
-            f"method '{config.method.name}' reads the backbone's weights{reason}, which {engine.sharding} does not "
-            "support: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
-        )
+    for whole in _needs_whole_weights(config) if engine.sharding else ():
+        raise ConfigError(f"{whole}, which {engine.sharding} does not support: {WHOLE_WEIGHTS}")
     if isinstance(engine, FSDPConfig) and config.method.generates_samples:
         raise ConfigError(
             f"method '{config.method.name}' generates pseudo-samples, for which each worker runs as many passes as its "
@@ -76,6 +58,23 @@ def check_engine(config: RunConfig) -> None:
             "engine.zero_stage=0 with backbone.dtype=bfloat16 keeps no float32 copy of trained weights: "
             "use zero_stage 1, 2 or 3, or engine=torch"
         )
+
+
+def _needs_whole_weights(config: RunConfig) -> Iterator[str]:
+    """Yield what of a run's method and modifiers needs whole weights on every worker while it trains."""
+    for name, method in _methods(config).items():
+        if method.computes_gradients:
+            yield f"method '{name}' computes gradients of its own"
+        elif method.replaces_parameters:
+            yield f"method '{name}' computes outputs with earlier parameters"
+    for name in config.modifiers:
+        if modifier_class(name).computes_gradients:
+            yield f"modifiers.{name} computes gradients of its own"
+    learner = config.method.innermost
+    if learner.reads_weights:
+        is_chosen = isinstance(learner, LoraSettings) and learner.reads_chosen_weights
+        reason = " (use_dora, init_lora_weights, target_parameters)" if is_chosen else ""
+        yield f"method '{config.method.name}' reads the backbone's weights{reason}"
 
 
 def check_parallel(config: RunConfig, method: Method) -> None:
@@ -169,7 +168,7 @@ def check_adaptation(config: RunConfig, method: Method) -> None:
     if sharding := config.engine.sharding:
         raise ConfigError(
             f"method '{name}' adapts weights to each text that is evaluated, for which each worker needs all of them, "
-            f"and {sharding} shares them out: use engine=torch, or engine=deepspeed with zero_stage 0, 1 or 2"
+            f"and {sharding} shares them out: {WHOLE_WEIGHTS}"
         )
     if config.bank.publish and config.bank.dir:
         raise ConfigError(
