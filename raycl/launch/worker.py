@@ -33,7 +33,7 @@ from raycl.training.records.run_folder import CONFIG, wait_for_decision
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.stream_loop import StreamLoop
-from raycl.training.task_parts import LoneTask, score_row
+from raycl.training.task_parts import begin_alone, learn_alone, score_row
 from raycl.training.tracking.trackers import Tracker, open_trackers
 from raycl.training.workers.control import Control, hang_file
 from raycl.training.workers.distributed import DistributedContext
@@ -115,9 +115,9 @@ def _work_on_task(
     context, open_engine = assembly.build(config, world, job.singles, job.replaces, job.commit)
     phase = context.phases[part.phase]
     if part.kind == "learn":
-        task = LoneTask(context, open_engine, storage, phase, world, control, worker.shared)
-        _log_attempt(task.recorder.journal, storage, stack)
-        task.learn()
+        trainer = begin_alone(context, open_engine, storage, phase, world, control, worker.shared)
+        _log_attempt(trainer.recorder.journal, storage, stack)
+        learn_alone(trainer, phase)
         return
     summary = {"workers": world.size, "driver": job.driver}
     journal = Journal.claim(storage, context.info, **summary) if world.is_first else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -119,8 +120,7 @@ class MethodConfig(Section):
 
     def settings_by_task(self) -> dict[str, dict[str, Any]]:
         """Return the dotted path -> name of a task -> its value."""
-        settings = {path: at(as_tree(self), path) for path in self.by_task}
-        return {path: holder[key] for path, (holder, key) in settings.items()}
+        return {path: attrgetter(path)(self) for path in self.by_task}
 
     def values_kept(self, tasks: int) -> int:
         """Return the float32 values that a device holds for each trained parameter at most, in addition to training's.
@@ -156,10 +156,7 @@ class MethodConfig(Section):
     @property
     def sample_share(self) -> tuple[str, float] | None:
         """`kept_share` and its value."""
-        if not self.kept_share:
-            return None
-        holder, key = at(as_tree(self), self.kept_share)
-        return self.kept_share, holder[key]
+        return (self.kept_share, attrgetter(self.kept_share)(self)) if self.kept_share else None
 
     @property
     def innermost(self) -> MethodConfig:

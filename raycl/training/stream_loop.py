@@ -20,6 +20,7 @@ from raycl.training.phase.task_end import join_task, kept_bytes
 from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
+from raycl.training.records.progress import read_trace
 from raycl.training.records.recorder import Listeners, Recorder
 from raycl.training.records.restoration import complete_bank, restore_objects
 from raycl.training.records.results import BARE, bare_cells
@@ -133,7 +134,7 @@ class StreamLoop:
         done.spent["kept_bytes"] = kept_bytes(done, self.world)
         if self.world.is_first:
             log.info("[%d/%d] %s: joined", phase.index + 1, len(self.context.phases), phase.name)
-            recorder.add_steps(phase, task.steps())
+            recorder.add_steps(phase, read_trace(task.storage))
         recorder.publish(phase, self.context.schedule.published(phase, self.context.method, learned), done)
         recorder.save(done)
         return done

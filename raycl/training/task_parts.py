@@ -32,61 +32,53 @@ from raycl.types import Phase
 log: logging.Logger = logging.getLogger("raycl")
 
 
-class LoneTask:
-    """The training of one task by a worker group that knows no other task.
+def begin_alone(
+    context: TrainingContext,
+    open_engine: OpenEngine,
+    storage: Storage,
+    phase: Phase,
+    world: DistributedContext,
+    control: Control,
+    shared: SharedReader | None = None,
+) -> TaskTrainer:
+    """Claim the folder of a task that a worker group learns without any other task; returns its trainer. Collective.
 
-    Attributes:
-        recorder: writes to the task's own folder.
+    Args:
+        storage: the folder. shared: see `TensorObjects`.
     """
+    context.bank = BankConfig(publish=False)  # the run publishes when it joins the task
+    context.method.tasks_elsewhere = phase.index
+    recorder = Recorder(context, storage, world, Listeners(), control.driver, shared)
+    return TaskTrainer(context, open_engine, world, recorder, control, alone=True)
 
-    def __init__(
-        self,
-        context: TrainingContext,
-        open_engine: OpenEngine,
-        storage: Storage,
-        phase: Phase,
-        world: DistributedContext,
-        control: Control,
-        shared: SharedReader | None = None,
-    ) -> None:
-        """Claim the task's folder. Collective.
 
-        Args:
-            storage: the folder. shared: see `TensorObjects`.
-        """
-        context.bank = BankConfig(publish=False)  # the run publishes when it joins the task
-        context.method.tasks_elsewhere = phase.index
-        self._context, self._phase, self._world, self._control = context, phase, world, control
-        self.recorder = Recorder(context, storage, world, Listeners(), control.driver, shared)
-        self._trainer = TaskTrainer(context, open_engine, world, self.recorder, control, alone=True)
-
-    def learn(self) -> None:
-        """Learn the task, from its newest checkpoint on, or until a stop is requested."""
-        context, phase, recorder, world = self._context, self._phase, self.recorder, self._world
-        if TaskRecords(recorder.storage, recorder.state).learned is not None:
-            return
-        if recorder.state.phases:
-            recorder.go_back([], [], f"'{phase.name}' is learned again: the run has lost what it has joined")
-        for earlier in context.phases[: phase.index]:  # rows of scores stand in the order of all labels
-            context.backbone.learn_labels(phase_labels(earlier))
-        point = newest_resume_point(recorder.storage, recorder.state, world, recorder.objects, elsewhere=phase.index)
-        if point.problems:
-            recorder.go_back(point.checkpoints, point.phases, point.explanation)
-        done = point.checkpoint
-        if done is not None:
-            load_checkpoint(context, done)
-        try:
-            self._control.pause("preparing", phase=phase.index, phases=len(context.phases), task=phase.name)
-            if done is None or not done.is_phase_end:
-                done = self._trainer.train(phase, done)
-        except StopRequested:
-            return
-        finally:
-            recorder.close()
-        times = {"phase": phase.name, "steps": done.steps, **memory_used(world)}
-        if recorder.journal is not None:
-            recorder.journal.phase_done(_record(phase, times))
-        self._control.progress("learned", learned=True)
+def learn_alone(trainer: TaskTrainer, phase: Phase) -> None:
+    """Learn such a task, from its newest checkpoint on, or until a stop is requested. Collective."""
+    context, recorder, world, control = trainer.context, trainer.recorder, trainer.world, trainer.control
+    if TaskRecords(recorder.storage, recorder.state).learned is not None:
+        return
+    if recorder.state.phases:
+        recorder.go_back([], [], f"'{phase.name}' is learned again: the run has lost what it has joined")
+    for earlier in context.phases[: phase.index]:  # rows of scores stand in the order of all labels
+        context.backbone.learn_labels(phase_labels(earlier))
+    point = newest_resume_point(recorder.storage, recorder.state, world, recorder.objects, elsewhere=phase.index)
+    if point.problems:
+        recorder.go_back(point.checkpoints, point.phases, point.explanation)
+    done = point.checkpoint
+    if done is not None:
+        load_checkpoint(context, done)
+    try:
+        control.pause("preparing", phase=phase.index, phases=len(context.phases), task=phase.name)
+        if done is None or not done.is_phase_end:
+            done = trainer.train(phase, done)
+    except StopRequested:
+        return
+    finally:
+        recorder.close()
+    times = {"phase": phase.name, "steps": done.steps, **memory_used(world)}
+    if recorder.journal is not None:
+        recorder.journal.phase_done(_record(phase, times))
+    control.progress("learned", learned=True)
 
 
 def score_row(

@@ -89,9 +89,7 @@ class SaptConfig(LoraSettings, StartSettings):
 
     unused_for_single_task: ClassVar[tuple[str, ...]] = (
         "router_text",
-        "start_from",
-        "start_threshold",
-        "start_trial_steps",
+        *StartSettings.unused_in_first_phase,
         "train_nearest",
         "attention",
         "attention_learning_rate",

@@ -99,12 +99,7 @@ class SlmConfig(StartSettings):
 
     by_task: ClassVar[tuple[str, ...]] = ("r_by_task", "prompt_length_by_task", "keys.slots_by_task")
 
-    unused_for_single_task: ClassVar[tuple[str, ...]] = (
-        "keys.centrifugal",
-        "start_from",
-        "start_threshold",
-        "start_trial_steps",
-    )
+    unused_for_single_task: ClassVar[tuple[str, ...]] = ("keys.centrifugal", *StartSettings.unused_in_first_phase)
     """There are no keys of other tasks."""
 
     def cache_key(self, index: int, tasks: Sequence[str], learns_texts: bool = False) -> Tree:

@@ -44,16 +44,12 @@ def kept_bytes(done: Checkpoint, world: DistributedContext) -> float:
     The published router is not counted: it repeats what the method has of it.
     """
     trained = sum(tensor.nbytes for tensor in done.parameters.values())
-    others = [group for name, group in TensorGroups.of(done.frozen_state).groups.items() if not _is_copy(name)]
     frozen = sum(
         group.info.bytes if isinstance(group, StoredTensors) else sum(tensor.nbytes for tensor in group.values())
-        for group in others
+        for name, group in TensorGroups.of(done.frozen_state).groups.items()
+        if not name.startswith(f"{PUBLISHED}/")
     )
     return float(frozen + (sum(world.gather(trained)) if done.is_part else trained))
-
-
-def _is_copy(group: str) -> bool:
-    return group.startswith(f"{PUBLISHED}/")
 
 
 def join_task(context: TrainingContext, phase: Phase, alone: Checkpoint) -> tuple[Learned, Checkpoint]:

@@ -13,7 +13,7 @@ back under five engines, and would prove less, since it is not the step that cou
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -45,29 +45,22 @@ from raycl.types import Phase
 log: logging.Logger = logging.getLogger("raycl")
 
 
+@dataclass
 class TaskTrainer:
-    """Trains phases of a run on one worker."""
+    """Trains phases of a run on one worker.
 
-    def __init__(
-        self,
-        context: TrainingContext,
-        open_engine: OpenEngine,
-        world: DistributedContext,
-        recorder: Recorder,
-        control: Control,
-        alone: bool = False,
-    ) -> None:
-        """Set up.
+    Attributes:
+        alone: other worker groups train the other phases.
+    """
 
-        Args:
-            alone: other worker groups train the other phases.
-        """
-        self.alone = alone
-        self.context = context
-        self.open_engine = open_engine
-        self.world = world
-        self.recorder = recorder
-        self.control = control
+    context: TrainingContext
+    open_engine: OpenEngine
+    world: DistributedContext
+    recorder: Recorder
+    control: Control
+    alone: bool = False
+
+    def __post_init__(self) -> None:
         self._disk_is_checked = False
         self._tried: dict[str, float] = {}
 

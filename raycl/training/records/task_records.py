@@ -7,7 +7,6 @@ has joined the task, its checkpoints are deleted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from raycl.training.definition.job import TaskPart
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint
 from raycl.training.records.journal import RunState, read_state
-from raycl.training.records.progress import read_trace
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Phase
@@ -75,10 +73,6 @@ class TaskRecords:
             except CheckpointError as error:
                 raise RunError(f"{error}, or remove '{self.storage.uri}', and the task is learned again") from error
         return read
-
-    def steps(self) -> Sequence[dict[str, Any]]:
-        """Return the records of the task's optimizer steps in order."""
-        return read_trace(self.storage)
 
     def delete(self) -> None:
         """Delete what the run has of its own now: the checkpoints and their tensors."""

@@ -5,8 +5,8 @@ Does not depend on Ray.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from raycl import config as configs
 from raycl.backbone import Backbone, load_codec, load_skeleton
@@ -51,7 +51,7 @@ from raycl.training.setup.method_checks import (
     check_unknown,
 )
 from raycl.training.setup.run_config import RunConfig
-from raycl.training.setup.snapshot_start import LIMITS
+from raycl.training.setup.snapshot_start import BY_LEARNED_TASK, BY_TASK, LIMITS
 from raycl.types import Phase, Task, TextCodec
 
 PER_LABEL, PER_TASK = 5, 20
@@ -145,20 +145,9 @@ def check_stream(config: RunConfig, stream: Stream, method: Method) -> None:
                     "punctuation",
                     *(task.name, *same),
                 )
-    by_task: dict[str, Mapping[str, Any]] = {
-        "train.epochs_by_task": config.train.epochs_by_task,
-        "train.learning_rate_by_task": config.train.learning_rate_by_task,
-        "stream.train_rows_by_task": config.stream.train_rows_by_task,
-        **{f"method.{path}": given for path, given in config.method.settings_by_task().items()},
-    }
-    _check_names(by_task, stream.tasks)
-    every: dict[str, Mapping[str, Any]] = {
-        "stream.metric_by_task": config.stream.metric_by_task,
-        "stream.max_source_tokens_by_task": config.stream.max_source_tokens_by_task,
-        "stream.max_target_tokens_by_task": config.stream.max_target_tokens_by_task,
-        "eval.response_format": config.eval.response_format,
-    }
-    _check_names(every, (*stream.tasks, *stream.unseen))
+    own = (f"method.{path}" for path in config.method.settings_by_task())
+    _check_names(config, (*BY_LEARNED_TASK, *own), stream.tasks)
+    _check_names(config, BY_TASK, (*stream.tasks, *stream.unseen))
 
 
 def check_scoring(task: Task) -> None:
@@ -172,12 +161,12 @@ def check_scoring(task: Task) -> None:
         check_labels(task.metric, task.name, task.labels)
 
 
-def _check_names(by_task: Mapping[str, Mapping[str, Any]], tasks: Sequence[Task]) -> None:
+def _check_names(config: RunConfig, settings: Iterable[str], tasks: Sequence[Task]) -> None:
     names = [task.name for task in tasks]
-    for key, given in by_task.items():
-        if unknown := set(given) - set(names):
+    for setting in settings:
+        if unknown := set(attrgetter(setting)(config)) - set(names):
             listed = ", ".join(names)
-            raise ConfigError(f"{key} names {sorted(unknown)}, which the stream lacks: expected some of {listed}")
+            raise ConfigError(f"{setting} names {sorted(unknown)}, which the stream lacks: expected some of {listed}")
 
 
 def check_instructions(config: RunConfig, stream: Stream, codec: TextCodec) -> None:

@@ -32,12 +32,9 @@ LIMITS = ("max_source_tokens", "max_target_tokens")
 OF_TASK = {"stream": (*LIMITS, "train_rows"), "train": ("epochs", "learning_rate")}
 """Settings of a section that `KEY_by_task` gives by the names of tasks."""
 
-BY_TASK = (
-    *("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task", "stream.metric_by_task"),
-    *(f"stream.{name}_by_task" for name in LIMITS),
-    "eval.response_format",
-)
-"""Settings by the names of tasks, beside those of methods."""
+BY_LEARNED_TASK = ("train.epochs_by_task", "train.learning_rate_by_task", "stream.train_rows_by_task")
+BY_TASK = ("stream.metric_by_task", *(f"stream.{name}_by_task" for name in LIMITS), "eval.response_format")
+"""Settings by the names of tasks, beside those of methods: of learned tasks alone, and of evaluated ones too."""
 
 STARTS = ("start", "revise", "revise_from")
 """Settings of the bank that say how such a run starts."""
@@ -200,7 +197,7 @@ def _revised(task: str, given: Any, specs: Mapping[str, Any], snapshot: Snapshot
 def settings_by_task(tree: Tree) -> Iterator[tuple[Tree, str]]:
     """Yield the sections of a run's resolved config with settings by the names of tasks, and the keys of these."""
     own = (f"method.{path}" for path in method_config(tree["method"]).settings_by_task())
-    for holder, key in (at(tree, path) for path in (*BY_TASK, *own)):
+    for holder, key in (at(tree, path) for path in (*BY_LEARNED_TASK, *BY_TASK, *own)):
         if key in holder:  # not in configs of earlier versions
             yield holder, key
 

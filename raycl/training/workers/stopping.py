@@ -217,18 +217,17 @@ def left_at_once() -> Iterator[None]:
 # ---- in a worker ---------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class StopPoll:
-    """Looks for a request, on all workers of a run."""
+    """Looks for a request, on all workers of a run; see `raycl.training.workers.control.Control` for the attributes."""
 
-    def __init__(
-        self, storage: Storage, world: DistributedContext, driver: str, host: HostStop | None, poll_s: float
-    ) -> None:
-        """Read nothing yet; see `raycl.training.workers.control.Control` for the arguments."""
-        self.storage = storage
-        self.world = world
-        self.driver = driver
-        self.host = host
-        self.poll_s = poll_s
+    storage: Storage
+    world: DistributedContext
+    driver: str
+    host: HostStop | None
+    poll_s: float
+
+    def __post_init__(self) -> None:
         self._looked, self._calls, self._skip, self._stop = time.monotonic(), 0, 0, False
 
     def requested(self, now: bool = False) -> bool:
