@@ -25,7 +25,6 @@ from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch, trained_names
 from raycl.methods.context import TaskContext
 from raycl.methods.pseudo_samples.samples import PseudoSamples
-from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.slm.slm import Slm
 from raycl.storage import Storage
@@ -257,5 +256,5 @@ class GrownSapt(Grown):
             attention.begin(name, number)
             attention.end({**attention.tensors(), "key": key})
             self.method._load({name: self.slot(config.r, config.scaling)})
-            abar = torch.full((number + 1,), 1 / (number + 1))
-            self.method.reflection.entries[name] = ReplayEntry(PseudoSamples(sources, [], []), abar)
+            self.method.reflection.samples[name] = PseudoSamples(sources, [], [])
+            self.method.reflection.abar[name] = torch.full((number + 1,), 1 / (number + 1))

@@ -30,7 +30,6 @@ from raycl.data.tokens import Split
 from raycl.methods.base import Method
 from raycl.methods.context import Step
 from raycl.methods.pseudo_samples.samples import PseudoSamples
-from raycl.methods.sapt.reflection import ReplayEntry
 from raycl.methods.sapt.sapt import Sapt
 from raycl.methods.sapt.settings import SaptConfig
 from raycl.methods.single_adapter import Lora, LoraConfig
@@ -198,7 +197,8 @@ def _sapt(backbone: Backbone, batch: Batch) -> Sapt:
             for path, layer in method.stack.layers.items()
         }
         adapters[name] = AdapterState(pairs, method.config.lora_alpha / RANK)
-        kept = PseudoSamples([sources[index % len(sources)] for index in range(PSEUDO_SAMPLES)], [], [])
-        method.reflection.entries[name] = ReplayEntry(kept, torch.full((number + 1,), 1 / (number + 1)))
+        kept = [sources[index % len(sources)] for index in range(PSEUDO_SAMPLES)]
+        method.reflection.samples[name] = PseudoSamples(kept, [], [])
+        method.reflection.abar[name] = torch.full((number + 1,), 1 / (number + 1))
     method._load(adapters)
     return method

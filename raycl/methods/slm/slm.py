@@ -223,8 +223,13 @@ class Slm(PerTaskAdapter):
         length = self.config.prompt_length_by_task.get(task, self.config.prompt_length)
         rank = length if self.config.value == "prefix" else self.config.r_by_task.get(task, self.config.r)
         ranks = dict.fromkeys(self.router.adapters(task), rank)
-        std = self.config.a_init_std  # the released code draws A from a normal distribution
-        self.stack.begin_training(ranks, self.scale, lambda low, outputs: torch.nn.init.normal_(low, std=std))
+
+        def fill(low: Tensor, outputs: int) -> None:
+            torch.nn.init.normal_(
+                low, std=self.config.a_init_std
+            )  # the released code; most others draw Kaiming-uniform
+
+        self.stack.begin_training(ranks, self.scale, fill)
         if self.config.value == "prompt":
             form = PromptForm(self.config.prompt_form)
             self._begin_prompts(len(ranks), length, form)
