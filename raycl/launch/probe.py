@@ -20,8 +20,7 @@ from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RunError, StorageError
 from raycl.launch.prepared_run import run_in
 from raycl.methods.base import activate
-from raycl.methods.capabilities import OutputProbe
-from raycl.methods.registry import output_probe
+from raycl.methods.migu.magnitudes import LargeOutputs
 from raycl.storage import Storage
 from raycl.storage.records import hashed, without_hash
 from raycl.training.assembly import build
@@ -141,10 +140,10 @@ def _last(config: RunConfig, storage: Storage, state: RunState, world: Distribut
 def _large_outputs(
     context: TrainingContext, tasks: Sequence[Task], settings: ProbeSettings, router: PublishedRouter | None = None
 ) -> dict[str, Any]:
-    """Return layer -> for each task, the large outputs (`OutputProbe.large`); without `router`, without adapters."""
+    """Return layer -> for each task, the large outputs (`LargeOutputs.large`); without `router`, without adapters."""
     backbone = context.backbone
     backbone.eval()
-    observed = output_probe()(backbone, settings.layers, settings.threshold)
+    observed = LargeOutputs(backbone, settings.layers, settings.threshold)
     try:
         large = [_large_outputs_of(context, task, settings.rows, observed, router) for task in tasks]
     finally:
@@ -154,7 +153,7 @@ def _large_outputs(
 
 @torch.no_grad()
 def _large_outputs_of(
-    context: TrainingContext, task: Task, rows: int, observed: OutputProbe, router: PublishedRouter | None
+    context: TrainingContext, task: Task, rows: int, observed: LargeOutputs, router: PublishedRouter | None
 ) -> dict[str, dict[str, Any]]:
     backbone, method, codec = context.backbone, context.method, context.backbone.codec
     table = context.stream.table(task, "test", codec)

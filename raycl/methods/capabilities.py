@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from raycl.backbone import Backbone, BackboneConfig, Output
+from raycl.backbone import BackboneConfig, Output
 from raycl.bank.tensor_groups import TensorGroups
 from raycl.types import Batch
 
@@ -104,33 +104,6 @@ class TaskJoin(Protocol):
             values, tensors: state of the other method at the end of its only task (`Method.state_dict`).
         """
         ...
-
-
-class OutputProbe(Protocol):
-    """Sums the magnitudes of layers' outputs over the passes that `observe` runs, and finds the large ones."""
-
-    def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
-        """Observe layers.
-
-        Args:
-            layers: roles or regular expressions. threshold: share of a layer's outputs that are not large.
-
-        Raises:
-            ConfigError: `layers` names none.
-        """
-
-    def clear(self) -> None:
-        """Begin new sums."""
-
-    def observe(self, forward: Callable[[Batch], Any], batch: Batch) -> Any:
-        """Run `forward(batch)` and add up its outputs."""
-
-    def large(self) -> dict[str, dict[str, Any]]:
-        """Return the path of each layer -> its large outputs, as `rows` and `kept` of MIGU's summary."""
-        ...
-
-    def close(self) -> None:
-        """Observe no more."""
 
 
 @dataclass(frozen=True)

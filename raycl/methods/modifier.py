@@ -14,7 +14,6 @@ from torch import Tensor
 
 from raycl.config import Section, Tree, as_tree
 from raycl.methods.base import Method, under
-from raycl.methods.capabilities import OutputProbe
 from raycl.methods.context import TaskContext
 from raycl.types import Batch, Phase
 
@@ -43,7 +42,6 @@ class GradientModifier:
 
     Class attributes:
         Config: its settings class.
-        output_probe: finds the outputs whose rows it would update, in any model; None: it does not choose rows by them.
         computes_gradients: it reads gradients before a task's first step (`observe_gradients`), which engines that
             shard parameters cannot give.
 
@@ -56,7 +54,6 @@ class GradientModifier:
     """
 
     Config: ClassVar[type[ModifierConfig]] = ModifierConfig
-    output_probe: ClassVar[type[OutputProbe] | None] = None
     computes_gradients: ClassVar[bool] = False
     examples: int = 0
     parameter_names: Collection[str] = ()

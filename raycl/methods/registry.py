@@ -14,7 +14,6 @@ from raycl.config import Section, validate
 from raycl.config.sections import Choice
 from raycl.errors import PluginError, meant
 from raycl.methods.base import Method, MethodConfig
-from raycl.methods.capabilities import OutputProbe
 from raycl.methods.modifier import GradientModifier, ModifierConfig
 from raycl.plugins import Kind, Names, find, load
 
@@ -101,12 +100,6 @@ def modifier_class(name: str) -> type[GradientModifier]:
         PluginError: neither has it, or the package cannot be used.
     """
     return _class_of("modifier", MODIFIER_NAMES, MODIFIERS, name, GradientModifier)
-
-
-def output_probe() -> type[OutputProbe]:
-    """Return the probe of the built-in modifier that chooses rows by the magnitudes of outputs."""
-    probes = (modifier_class(name).output_probe for name in MODIFIERS)
-    return next(probe for probe in probes if probe is not None)
 
 
 def method_config(tree: Mapping[str, Any]) -> MethodConfig:

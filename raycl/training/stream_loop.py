@@ -21,8 +21,9 @@ from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
 from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.progress import read_trace
+from raycl.training.records.publish import move_branch, open_bank
 from raycl.training.records.recorder import Listeners, Recorder
-from raycl.training.records.restoration import complete_bank, restore_objects
+from raycl.training.records.restoration import publish_again, restore_objects
 from raycl.training.records.results import BARE, bare_cells
 from raycl.training.records.resume import load_checkpoint, newest_resume_point
 from raycl.training.records.task_records import TaskRecords
@@ -119,13 +120,28 @@ class StreamLoop:
         published = checkpoint.published if checkpoint is not None and checkpoint.published else None
         if published is None and self.state.phases:
             published = self.state.phases[-1].get("bank")
-        complete_bank(self.context, self.storage, self.state, self.world, published)
-        if published and self.context.bank.publish and len(self.state.phases) < len(self.context.phases):
-            self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
+        if self.context.bank.publish:
+            self._complete_bank(published)
         if checkpoint is None:
             return None
         load_checkpoint(self.context, checkpoint)
         return checkpoint if checkpoint.phase == len(self.state.phases) else None
+
+    def _complete_bank(self, published: dict[str, Any] | None) -> None:
+        """Publish what the bank has lost again, on rank 0, before the run continues. Collective: all raise its errors.
+
+        Args:
+            published: result of the last `publish`; its branch is moved there if the run ended before that.
+        """
+        context, storage, continues = self.context, self.storage, len(self.state.phases) < len(self.context.phases)
+        with self.world.shared_errors():
+            if self.world.is_first:
+                bank = open_bank(context.bank, storage)
+                publish_again(bank, storage, self.state, continues, context.own_adapters)
+                if continues and published:
+                    move_branch(context, storage, published, resumed=True)
+        if continues and published:
+            self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
 
     def _join(self, phase: Phase, task: TaskRecords) -> Checkpoint:
         """Join a task that a worker group has learned by itself, and write the phase's last checkpoint. Collective."""

@@ -150,10 +150,13 @@ class OutputMagnitudes:
 
 
 class LargeOutputs(OutputMagnitudes):
-    """The outputs of layers, trained or not, whose rows MIGU would update. An `OutputProbe`."""
+    """The outputs of layers, trained or not, whose rows MIGU would update."""
 
     def __init__(self, backbone: Backbone, layers: Sequence[str], threshold: float) -> None:
         """Observe all outputs of the layers.
+
+        Args:
+            layers: roles or regular expressions. threshold: share of a layer's outputs that are not large.
 
         Raises:
             ConfigError: `layers` names none.

@@ -22,7 +22,7 @@ from raycl.config import Tree
 from raycl.errors import ConfigError, RunError
 from raycl.methods.base import Method
 from raycl.methods.migu.clusters import CoMagnitude, sequential_clusters, weight_clusters
-from raycl.methods.migu.magnitudes import LargeOutputs, OutputMagnitudes
+from raycl.methods.migu.magnitudes import OutputMagnitudes
 from raycl.methods.migu.observed_layers import Layout, layout_of, observed_layers
 from raycl.methods.migu.row_selection import Groups, RowCounts, Rule, SparseLayers, by_size, masked_count
 from raycl.methods.modifier import GradientModifier, ModifierConfig, Reduce
@@ -117,7 +117,6 @@ class Migu(GradientModifier):
     """The mask of an optimizer step."""
 
     Config = MiguConfig
-    output_probe = LargeOutputs
 
     def __init__(self, config: MiguConfig, method: Method) -> None:
         """Check that the named layers exist.

@@ -23,7 +23,6 @@ from raycl.training.optimizers.parameters import (
     hold,
     release,
     schedule,
-    set_state,
     specs_of,
     state_of,
 )
@@ -310,7 +309,7 @@ class TorchEngine(Engine):
         for name, part in self.parts.items():
             wanted = self.kind.state(self.specs[name])
             moments = {moment: self._own(name, optimizer[f"{name}/{moment}"]) for moment in wanted}
-            set_state(self.kind, self.optimizer, part, self.specs[name], moments, steps)
+            self.optimizer.state[part] = {**moments, **self.kind.counters(part, self.specs[name], steps)}
         advance(self.schedule, steps)
 
     def close(self) -> None:

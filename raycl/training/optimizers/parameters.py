@@ -77,18 +77,6 @@ def state_of(
     }
 
 
-def set_state(
-    kind: OptimizerKind,
-    optimizer: Optimizer,
-    parameter: nn.Parameter,
-    spec: ParameterSpec,
-    tensors: Mapping[str, Tensor],
-    steps: int,
-) -> None:
-    """Put state tensors in place, as after `steps` steps."""
-    optimizer.state[parameter] = {**tensors, **kind.counters(parameter, spec, steps)}
-
-
 def state_bytes(kind: OptimizerKind, parameters: Iterable[ParameterSpec]) -> int:
     """Return what the optimizer keeps for these parameters."""
     return sum(tensor.nbytes for spec in parameters for tensor in kind.state(spec).values())

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -25,9 +24,8 @@ from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records.bank_start import groups_of, restore_training_state
 from raycl.training.records.checkpoint import Checkpoint, read_checkpoint, read_snapshot
 from raycl.training.records.journal import RunState
-from raycl.training.records.publish import move_branch, open_bank
+from raycl.training.records.publish import open_bank
 from raycl.training.records.tensor_objects import TensorObjects
-from raycl.training.workers.distributed import DistributedContext
 from raycl.types import COPY, MAGNITUDE
 
 log = logging.getLogger("raycl")
@@ -37,29 +35,6 @@ LISTED = 10
 
 Candidates = Callable[[Checkpoint], Iterator[Mapping[str, Tensor]]]
 """Yields the tensors of a checkpoint that may be the object."""
-
-
-def complete_bank(
-    context: TrainingContext,
-    storage: Storage,
-    state: RunState,
-    world: DistributedContext,
-    published: dict[str, Any] | None,
-) -> None:
-    """Publish lost objects of the bank again from rank 0 before a run continues. Collective: all raise its errors.
-
-    Args:
-        published: result of the last `publish`; its branch is moved there if the run ended before that.
-
-    Raises:
-        BankError, RunError, StorageError: see `publish_again` and `move_branch`.
-    """
-    continues = len(state.phases) < len(context.phases)
-    with world.shared_errors():
-        if world.is_first and context.bank.publish:
-            publish_again(open_bank(context.bank, storage), storage, state, continues, context.own_adapters)
-            if continues and published:
-                move_branch(context, storage, published, resumed=True)
 
 
 def restore_objects(context: TrainingContext, storage: Storage, state: RunState) -> bool:

@@ -30,7 +30,7 @@ from raycl.training.assembly import build
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import TorchEngine
 from raycl.training.optimizers.base import Group, OptimizerKind, ParameterSpec, StateTensor
-from raycl.training.optimizers.parameters import hold, release, set_state, specs_of, state_bytes, state_of
+from raycl.training.optimizers.parameters import hold, release, specs_of, state_bytes, state_of
 from raycl.training.optimizers.registry import OPTIMIZERS, optimizer_kind
 from raycl.training.optimizers.settings import TrainConfig
 from raycl.training.phase.disk_space import plan_of
@@ -142,7 +142,7 @@ def test_steps_are_those_of_the_library_and_go_on_from_their_state(name: str) ->
             for key, parameter in later.items():
                 parameter.data.copy_(mine[key].data)
                 copies = {part: tensor.clone() for part, tensor in state_of(kind, ours, mine[key], specs[key]).items()}
-                set_state(kind, resumed, parameter, specs[key], copies, steps=3)
+                resumed.state[parameter] = {**copies, **kind.counters(parameter, specs[key], 3)}
         for group in (mine, other, later):
             draw = torch.Generator().manual_seed(step)
             for parameter in group.values():
