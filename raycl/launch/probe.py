@@ -166,7 +166,7 @@ def _large_outputs_of(
         method.encoder.embed_all(texts, (alone.rank, alone.size), alone.gather)
     objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
     read: Callable[[Batch], object] = backbone.score_labels if codec.needs_labels and objective is None else backbone
-    collate = Collate([table], codec.pad_id, None, method.needs_texts, objective, context.router_texts)
+    collate = Collate([table], codec.pad_id, None, method.config.needs_texts, objective, context.router_texts)
     observed.clear()
     for batch in eval_batches(collate, context.evaluation.batch_size):
         batch = batch.to(backbone.device)

@@ -293,7 +293,6 @@ class Method:
         stack: adapters over the backbone, if there are any.
         learner: the method that learns: itself, or the one that it is around.
         encoder: the sentence encoder whose embeddings route texts, or None.
-        needs_texts: see `MethodConfig.needs_texts`.
         router_module: the trained module that routes, or None.
         constraint: property that updates of trained parameters must keep, or None.
         objective: loss in place of the cross-entropy; None: the cross-entropy.
@@ -346,7 +345,6 @@ class Method:
         self.seed = seed
         self.stack: AdapterStack | None = None
         self.encoder: SentenceEncoder | None = None
-        self.needs_texts: bool = config.needs_texts
         self.router_module: RouterModule | None = None
         self.constraint: Constraint | None = None
         self.objective: Objective | None = None

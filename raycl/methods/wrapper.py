@@ -106,7 +106,7 @@ class Wrapper(Method):
 
     def _check_learner(self) -> None:
         name = self.learner.config.name
-        if self.needs_shared == "adapters" and self.learner.needs_texts:  # to route each text (SAPT has +Replay)
+        if self.needs_shared == "adapters" and self.learner.config.needs_texts:  # to route each text (SAPT has +Replay)
             raise ConfigError(
                 f"method.learner is {name}, which trains each task's adapters on its own texts alone: expected a "
                 "learner that trains on every text of its batches, for example lora or finetune"

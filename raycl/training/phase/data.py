@@ -83,7 +83,7 @@ class PhaseData(TaskContext):
 
     def loader(self) -> Loader:
         """Return batches of the phase's rows and those that the method added, shuffled together in every epoch."""
-        return self._loader([*self._tables(), *self.added])
+        return self._loader([*self.tables("train"), *self.added])
 
     def _loader(self, tables: Sequence[TokenRows]) -> Loader:
         order = order_of(self.context, self.phase, sum(map(len, tables)))
@@ -93,7 +93,7 @@ class PhaseData(TaskContext):
         return Loader(self._joined(tables), order, micro, self.world.rank, self.world.size)
 
     def forward_pass(self, before: Callable[[Batch], None], examples: int | None = None) -> None:
-        self.compute_each(self._loader(self._tables()), self.context.backbone, examples, before)
+        self.compute_each(self._loader(self.tables("train")), self.context.backbone, examples, before)
 
     def mean_loss(self, examples: int | None = None) -> float:
         total, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
@@ -103,7 +103,7 @@ class PhaseData(TaskContext):
             total.add_(self.context.backbone(batch).loss_sum)
             count += loss_count(batch)
 
-        self.compute_each(self._loader(self._tables()), add, examples)
+        self.compute_each(self._loader(self.tables("train")), add, examples)
         return float(self.world.sum(total)) / max(self.world.total(count)[0], 1.0)
 
     def losses_of(self, loader: Loader, steps: Iterable[int]) -> Tensor:
@@ -140,11 +140,11 @@ class PhaseData(TaskContext):
                 if part is not None:
                     total.add_(part)
 
-        self.compute_each(self._loader(self._tables()), add, examples)
+        self.compute_each(self._loader(self.tables("train")), add, examples)
         return [self.world.sum(total) for total in sums]
 
     def each_batch(self, read: Callable[[Batch], None]) -> None:
-        collate = self._joined(self._tables())
+        collate = self._joined(self.tables("train"))
         rows = collate.by_length(np.arange(collate.count))
         for batch in self._shared(collate, rows, self.context.evaluation.batch_size):
             read(batch)
@@ -206,9 +206,6 @@ class PhaseData(TaskContext):
             pairs = zip(trained.items(), parts, strict=True)
             yield row, {name: torch.zeros_like(p).float() if g is None else g.float() for (name, p), g in pairs}
 
-    def _tables(self) -> list[TokenRows]:
-        return [self.context.stream.table(task, "train", self.context.backbone.codec) for task in self.phase.tasks]
-
     def _collate(self, rows: Sequence[tuple[Task, Indices]]) -> Collate:
         """Return what makes batches of training rows of any tasks."""
         stream, codec = self.context.stream, self.context.backbone.codec
@@ -221,7 +218,7 @@ class PhaseData(TaskContext):
         labels = backbone.label_ids() if backbone.codec.needs_labels else None
         objective = context.stream.text_objective(backbone.codec, seed)
         return Collate(
-            tables, backbone.codec.pad_id, labels, context.method.needs_texts, objective, context.router_texts
+            tables, backbone.codec.pad_id, labels, context.method.config.needs_texts, objective, context.router_texts
         )
 
     def _shared(self, collate: Collate, rows: Indices, size: int) -> Iterator[Batch]:

@@ -249,7 +249,7 @@ class StreamEvaluation:
     def _batches(self, scored: ScoredTask, size: int) -> Iterator[Batch]:
         """Return this worker's share of a task's rows; those of an unseen task are of no task."""
         context, codec = self.context, self.context.backbone.codec
-        reads = context.method.needs_texts or self.alone is not None or self.router is not None
+        reads = context.method.config.needs_texts or self.alone is not None or self.router is not None
         objective = context.stream.text_objective(codec, OBJECTIVE_SEED)
         router_texts = context.router_texts if self.alone is None else None
         collate = Collate([scored.table], codec.pad_id, None, reads, objective, router_texts)

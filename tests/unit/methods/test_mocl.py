@@ -118,7 +118,7 @@ def test_the_router_of_given_tasks_by_hand(weights: str, middle: list[float]) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_test_the_task_id_leaves_modules_of_later_tasks_out(lab: Lab, kind: str, weights: str) -> None:
     method, context = second_task(lab, kind, weights=weights, task_id=True)
-    assert method.config.needs_task and method.needs_texts
+    assert method.config.needs_task and method.config.needs_texts
     batch = batch_of(context, 0)
     assert method.route(batch).weights.all(), "the task in training is composed with all earlier ones"
     learned = end_phase(context, bare(context.phases[1]))

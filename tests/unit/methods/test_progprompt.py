@@ -142,7 +142,7 @@ def test_without_task_ids_every_text_gets_all_prompts(lab: Lab) -> None:
         learned = end_phase(context, begin_phase(context, index))
     batch = batch_of(context, 0, "test")
     mixture = routed(method, learned, batch)
-    assert mixture.weights.all() and not method.config.needs_task and not method.needs_texts
+    assert mixture.weights.all() and not method.config.needs_task and not method.config.needs_texts
     with activate(method, mixture):
         scores, labels = context.backbone.score_labels(batch)
     assert len(labels) == 4 and torch.isfinite(scores).all(), "the labels of all tasks compete"
