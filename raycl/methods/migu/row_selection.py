@@ -136,8 +136,7 @@ class SparseLayers:
 
     def formed(self, name: str) -> bool:
         """Return whether a weight got a gradient of chosen rows since `reset`."""
-        choice = self._choices.get(name)
-        return choice is not None and choice.formed
+        return self._choices[name].formed
 
     def close(self) -> None:
         """Leave the layers as they were."""

@@ -244,7 +244,7 @@ class TorchEngine(Engine):
                 self._step_rows(modifiers, name)
             elif (held := modifiers.held(name)) is not None:
                 held = self._own(name, held.expand(self.trained[name].shape))
-                kept += hold(self.kind, self.optimizer, self.parts[name], self.specs[name], held)
+                kept += hold(self.parts[name], self._state(name), held)
         constrained = () if constraint is None else constraint.names
         before = {name: self._whole(name, self.parts[name].detach()).clone() for name in constrained}
         self.optimizer.step()
@@ -350,8 +350,6 @@ def scattered(share: Share, shapes: Mapping[str, Tensor], world: DistributedCont
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     """Move a tensor to the parameter's device and strides, since AdamW's fused kernel reads raw memory."""
     value = value.to(parameter.device)
-    if value.shape != parameter.shape:
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
-    return (
-        value if value.stride() == parameter.stride() else torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-    )
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -82,17 +82,14 @@ def state_bytes(kind: OptimizerKind, parameters: Iterable[ParameterSpec]) -> int
     return sum(tensor.nbytes for spec in parameters for tensor in kind.state(spec).values())
 
 
-def hold(
-    kind: OptimizerKind, optimizer: Optimizer, parameter: nn.Parameter, spec: ParameterSpec, held: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+def hold(parameter: Tensor, state: Mapping[str, Tensor], held: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return what `release` needs to undo a step where `held` (`[O, D]` or broadcast to it) is true: (tensor, mask,
-    value).
+    value), of the parameter and its state.
 
     State that is not of single values, such as Adafactor's of whole rows and columns, or codes that share a scale,
     moves.
     """
-    state = state_of(kind, optimizer, parameter, spec).values()
-    same = [value for value in state if value.shape == parameter.shape and value.is_floating_point()]
+    same = [value for value in state.values() if value.shape == parameter.shape and value.is_floating_point()]
     return [(tensor, held, tensor.detach().clone()) for tensor in (parameter, *same)]
 
 

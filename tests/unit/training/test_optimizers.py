@@ -308,7 +308,7 @@ def test_held_rows_do_not_move(name: str) -> None:
     before = trained["a"].detach().clone()
     for _ in range(2):
         trained["a"].grad = torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 1.0], [-1.0, 1.0, 1.0], [1.0, 2.0, -1.0]])
-        kept = hold(kind, optimizer, trained["a"], specs["a"], held)
+        kept = hold(trained["a"], state_of(kind, optimizer, trained["a"], specs["a"]), held)
         optimizer.step()
         release(kept)
     moved = (trained["a"] != before).all(1)
