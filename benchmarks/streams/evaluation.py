@@ -85,7 +85,6 @@ def measure(options: argparse.Namespace) -> Report:
 
 def _figures(options: argparse.Namespace, storage: Storage) -> Iterator[Figure]:
     context = _trained(options, storage)
-    context.method.needs_texts = True  # each row has a weight by its text
     owners = {Lora.adapter: tuple(task.name for task in context.stream.tasks)}
     kinds = {"one mixture": SingleRouter, "a mixture for each row": _VariedRouter}
     for name, kind in kinds.items():

@@ -96,8 +96,8 @@ def work(job: TrainingJob, worker: Worker) -> None:
             finally:
                 if world.is_first:
                     _copy_config(storage)
-            _log_attempt(loop.journal, storage, stack)
-            if loop.journal is not None:
+            _log_attempt(loop.recorder.journal, storage, stack)
+            if world.is_first:
                 _log_earlier(storage, loop, job.driver)
             loop.run(None if job.part is None else 1)
     except UnreachableError:

@@ -60,6 +60,8 @@ METRICS = (
 
 IN_POINTS = METRICS.index("rougeL")
 
+CODE_ALLOWED = "HF_ALLOW_CODE_EVAL"
+
 DATA_ERRORS = (OSError, ValueError, KeyError, ImportError)
 """What `datasets` and lm-eval raise where a task's rows cannot be had: no network, no such file, another format, a
 package that the task needs."""
@@ -271,14 +273,14 @@ def _same_draws() -> Iterator[None]:
 @contextlib.contextmanager
 def _code_allowed(is_allowed: bool) -> Iterator[None]:
     """Give metrics that run code the permission for which they look in the environment."""
-    before = os.environ.get("HF_ALLOW_CODE_EVAL")
+    before = os.environ.get(CODE_ALLOWED)
     if is_allowed:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+        os.environ[CODE_ALLOWED] = "1"
     try:
         yield
     finally:
-        if is_allowed and before is None:
-            del os.environ["HF_ALLOW_CODE_EVAL"]
+        os.environ.pop(CODE_ALLOWED, None)
+        os.environ |= {} if before is None else {CODE_ALLOWED: before}
 
 
 def ability(scores: Mapping[str, Score] | Sequence[Score]) -> float:

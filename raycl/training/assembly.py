@@ -96,7 +96,7 @@ def open_engine(
     if root is not None:
         from raycl.training.engines.fsdp import FSDPEngine
 
-        return FSDPEngine(root, train, steps, world, accumulation, rates)
+        return FSDPEngine(context.backbone, train, steps, world, accumulation, rates, root)
     if isinstance(context.engine, DeepSpeedConfig):
         from raycl.training.engines.deepspeed import DeepSpeedEngine  # heavy, and needed with DeepSpeed only
 

@@ -19,7 +19,7 @@ from raycl.training.phase.selection import EPOCH
 from raycl.training.phase.task_end import join_task, kept_bytes
 from raycl.training.phase.trainer import TaskTrainer
 from raycl.training.records.checkpoint import Checkpoint
-from raycl.training.records.journal import Journal, RunState
+from raycl.training.records.journal import RunState
 from raycl.training.records.progress import read_trace
 from raycl.training.records.publish import move_branch, open_bank
 from raycl.training.records.recorder import Listeners, Recorder
@@ -57,11 +57,6 @@ class StreamLoop:
         self.trainer: TaskTrainer = TaskTrainer(context, open_engine, world, self.recorder, self.control)
 
     @property
-    def journal(self) -> Journal | None:
-        """The run's journal on rank 0, else None."""
-        return self.recorder.journal
-
-    @property
     def state(self) -> RunState:
         """The run so far."""
         return self.recorder.state
@@ -89,7 +84,7 @@ class StreamLoop:
                     return
                 pending = None
         except StopRequested:
-            if self.journal is not None:
+            if self.world.is_first:
                 log.info("stopped as requested")
         finally:
             self.recorder.close()

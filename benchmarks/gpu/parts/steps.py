@@ -82,7 +82,7 @@ class Learner:
         if root is None:
             self.engine = TorchEngine(method.backbone, train, 1000, self.world)
         else:
-            self.engine = FSDPEngine(root, train, 1000, self.world)
+            self.engine = FSDPEngine(method.backbone, train, 1000, self.world, root=root)
         method.backbone.train()
         self.number = 0
 

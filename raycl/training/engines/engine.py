@@ -146,14 +146,17 @@ class TorchEngine(Engine):
         world: DistributedContext,
         accumulation: int = 1,
         rates: Mapping[str, float] = NO_RATES,
+        root: nn.Module | None = None,
     ) -> None:
         """Build the optimizer.
 
         Args:
             train: settings of the phase. steps: its optimizer steps. accumulation: micro-batches of a step.
             rates: parameters with learning rates of their own (`MethodConfig.learning_rates`).
+            root: module through which passes of the backbone go; None: the backbone itself.
         """
-        self.backbone = backbone
+        self.backbone, self.root = backbone, root or backbone
+        self.accumulation = accumulation
         self.world = world
         self.max_grad_norm: float = train.max_grad_norm
         self.trained: dict[str, nn.Parameter] = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
@@ -208,7 +211,7 @@ class TorchEngine(Engine):
         return nn.utils.get_total_norm([part.grad for part in self.parts.values() if part.grad is not None])
 
     def forward(self, batch: Batch) -> Output:
-        output: Output = self.backbone(batch)
+        output: Output = self.root(batch)
         return output
 
     def backward(self, loss_sum: Tensor, total: float) -> None:

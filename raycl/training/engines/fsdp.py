@@ -10,7 +10,6 @@ gradients are averaged unless their divisor is set; a unit's parameters must not
 """
 
 import warnings
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from raycl.backbone import Backbone, Output
 from raycl.training.engines.compilation import layers
-from raycl.training.engines.engine import NO_RATES, TorchEngine
-from raycl.training.optimizers.settings import TrainConfig
+from raycl.training.engines.engine import TorchEngine
 from raycl.training.workers.distributed import DistributedContext, ensure_process_group, own_part
 from raycl.types import Batch
 
@@ -74,20 +72,7 @@ def shard(backbone: Backbone, world: DistributedContext, trains_layers: bool) ->
 
 
 class FSDPEngine(TorchEngine):
-    """One task's optimizer around a backbone whose layers are shared out."""
-
-    def __init__(
-        self,
-        root: Root,
-        train: TrainConfig,
-        steps: int,
-        world: DistributedContext,
-        accumulation: int = 1,
-        rates: Mapping[str, float] = NO_RATES,
-    ) -> None:
-        self.root = root
-        self.accumulation = accumulation
-        super().__init__(root.backbone, train, steps, world, accumulation, rates)
+    """One task's optimizer around a backbone whose layers are shared out, and gather their weights for the root."""
 
     @property
     def step_bytes(self) -> int:
@@ -98,11 +83,6 @@ class FSDPEngine(TorchEngine):
         gathered = 2 * sum(p.numel() * p.element_size() for p in shared.values())
         summed = 4 * sum(p.numel() for name, p in shared.items() if name in self.trained)
         return super().step_bytes + self.accumulation * (gathered + summed)
-
-    def forward(self, batch: Batch) -> Output:
-        """Return the output of a teacher-forced pass through the root, whose layers gather their weights."""
-        output: Output = self.root(batch)
-        return output
 
     def _is_shared(self, name: str) -> bool:
         return isinstance(self.trained[name], DTensor)

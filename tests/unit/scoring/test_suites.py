@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from statistics import fmean
 
 import pytest
 
-from raycl.scoring.general_ability import SUITES
+from raycl.scoring.general_ability import CODE_ALLOWED, SUITES, _code_allowed
 
 PUBLISHED = {
     "untrained": (46.56, 26.08, 40.23, 23.47, 70.55, 76.22),
@@ -25,3 +26,17 @@ def test_the_difference_of_means_is_traces_delta(row: str, delta: float) -> None
     after, before = PUBLISHED[row], PUBLISHED["untrained"]
     assert fmean(after) - fmean(before) == pytest.approx(delta, abs=0.006)
     assert fmean(map(float.__sub__, after, before)) == pytest.approx(delta, abs=0.006)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_task_that_may_run_code_leaves_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """A user who has forbidden it for other tasks of the process has forbidden it again."""
+    monkeypatch.delenv(CODE_ALLOWED, raising=False)
+    if before is not None:
+        monkeypatch.setenv(CODE_ALLOWED, before)
+    for is_allowed in (True, False):
+        with _code_allowed(is_allowed):
+            assert os.environ.get(CODE_ALLOWED) == ("1" if is_allowed else before)
+        assert os.environ.get(CODE_ALLOWED) == before
