@@ -27,7 +27,7 @@ from raycl.config import Tree
 from raycl.methods.base import MethodConfig, phase_labels
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
-from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ChosenByTask
+from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, PerTaskAdapter
 from raycl.types import Batch, Mixture, Phase
 
 
@@ -47,7 +47,7 @@ class DemixConfig(BottleneckSettings):
         return settings
 
 
-class Demix(ChosenByTask):
+class Demix(PerTaskAdapter):
     """Bottleneck adapters that begin as one another.
 
     Attributes:
@@ -55,6 +55,7 @@ class Demix(ChosenByTask):
     """
 
     Config: ClassVar[type[MethodConfig]] = DemixConfig
+    starts_anew: ClassVar[bool] = True
 
     def __init__(self, config: DemixConfig, backbone: Backbone, seed: int) -> None:
         super().__init__(config, backbone, seed, AdapterForm(config.target_modules, 1.0, "probability", "relu"))

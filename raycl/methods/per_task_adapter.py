@@ -442,9 +442,3 @@ class BottleneckSettings(ByTaskConfig):
     bottleneck_size: int = Field(48, ge=1, description="units of each bottleneck")
     dropout: InputDropout = 0.0
     target_modules: TargetModules = ("ffn.out",)
-
-
-class ChosenByTask(PerTaskAdapter, ABC):
-    """An adapter for each phase, for texts of its tasks."""
-
-    starts_anew: ClassVar[bool] = True

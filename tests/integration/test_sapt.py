@@ -24,6 +24,7 @@ from raycl.data.loader import Collate, eval_batches
 from raycl.errors import ConfigError, RayclError
 from raycl.generation.batch_answers import predict
 from raycl.methods.base import activate_batch
+from raycl.methods.sapt import sapt
 from raycl.methods.sapt.sapt import Sapt
 from raycl.operations.banks.maintenance import verify
 from raycl.operations.banks.unlearning import evaluate, forget
@@ -114,7 +115,7 @@ def test_shared_statistics_are_estimated_from_a_random_subset(lab: Lab, monkeypa
     context, _ = build(lab.config("llama", "sapt"), WORLD)
     method = context.method
     assert isinstance(method, Sapt)
-    method.sampled_texts = 5
+    monkeypatch.setattr(sapt, "SAMPLED", 5)
     begin_phase(context, 0)
     assert method.context is not None and looked == [5]
     blind = Attention(method.attention.dimensions, method.config.attention, 0)

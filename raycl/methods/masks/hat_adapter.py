@@ -27,7 +27,7 @@ from raycl.methods.base import MethodConfig, State, under
 from raycl.methods.context import TaskContext
 from raycl.methods.lora_settings import as_peft_draws
 from raycl.methods.masks.hard_attention import EMBEDDING, MODULE, Bounds, HardAttention, Key, annealed, freedom
-from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ByTaskConfig, ChosenByTask
+from raycl.methods.per_task_adapter import AdapterForm, BottleneckSettings, ByTaskConfig, PerTaskAdapter
 from raycl.methods.trained_adapters import end_training
 from raycl.types import AdapterState, Batch, Phase
 
@@ -39,13 +39,14 @@ class HatSettings(ByTaskConfig):
     sparsity: float = Field(0.75, ge=0, description="weight of the share of free units that a task uses, in the loss")
 
 
-class BehindMasks(ChosenByTask):
+class BehindMasks(PerTaskAdapter):
     """Shared weights behind the masks of each task.
 
     Attributes:
         masks: over the units of `mask_units`.
     """
 
+    starts_anew: ClassVar[bool] = True
     holds_weights: ClassVar[bool] = True
     scales_gradients: ClassVar[bool] = True
     revisable: ClassVar[bool] = False  # the shared weights hold every task

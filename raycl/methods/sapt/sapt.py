@@ -28,7 +28,7 @@ from raycl.methods.context import TaskContext
 from raycl.methods.per_task_adapter import AdapterForm, PerTaskAdapter
 from raycl.methods.pseudo_samples.samples import PseudoSamples, Volume, counts_of
 from raycl.methods.pseudo_samples.sources import SampleSource
-from raycl.methods.queries import bare_queries
+from raycl.methods.queries import SAMPLED, bare_queries
 from raycl.methods.sapt.reflection import PseudoReplay, Reflection
 from raycl.methods.sapt.settings import ABLATIONS, Ablation, SaptConfig
 from raycl.methods.trained_adapters import is_trainable
@@ -44,13 +44,11 @@ class Sapt(PerTaskAdapter):
     """Task adapters under shared attention.
 
     Attributes:
-        sampled_texts: texts of a task, drawn at random, from which statistics are estimated.
         continued: the task whose adapter is in training beside the new one; empty: none.
         trained_on: learned task -> the earlier task whose adapter it has trained too.
     """
 
     Config = SaptConfig
-    sampled_texts = 1000
     shared_parameters = tuple(f"attention.{name}" for name in ("down", "up", "norm_weight", "norm_bias"))
 
     def __init__(self, config: SaptConfig, backbone: Backbone, seed: int) -> None:
@@ -121,8 +119,7 @@ class Sapt(PerTaskAdapter):
         if is_first and not self._is_alone and self.config.attention.standardize:
             draw = torch.Generator().manual_seed(self.seed)
             drawn = [
-                context.router_texts.ids(table, drawn_rows(table, self.sampled_texts, draw))
-                for table in context.tables("train")
+                context.router_texts.ids(table, drawn_rows(table, SAMPLED, draw)) for table in context.tables("train")
             ]
             self.attention.look_at(self._pooled([ids for of_table in drawn for ids in of_table]))
         self.reflection.pooled = self._pooled_samples() if self.reflection.weight and not self._is_alone else {}
