@@ -163,10 +163,8 @@ class Generator:
         self.backbone, own = backbone, stack if stack is not None and stack.layers else None
         if config.backbone is not None:
             codec = load_codec(config.backbone, 1, 1)
-            self.backbone, own = (
-                load_backbone(config.backbone, codec, backbone.device, seed, BackboneOptions(trains=True)),
-                None,
-            )
+            options, own = BackboneOptions(trains=True), None
+            self.backbone = load_backbone(config.backbone, codec, backbone.device, seed, options)
         self._run_stack, self.stack = own, own
         model = self.backbone.model
         if config.value == "prompt":

@@ -166,25 +166,17 @@ class Der(Wrapper):
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return the rows of the batch, then the stored rows that they bring along."""
-        batch = self.learner.prepare_batch(batch)
-        numbers = self._drawn(batch)
-        if not self._rows or self._context is None:
+        batch, context = self.learner.prepare_batch(batch), self._context
+        if not self._rows or context is None:
             return batch
-        replayed = 0
-        mixed = batch
+        epoch = context.step.index // -(-context.count("train") // context.batch_size)
+        numbers = dealt(batch, len(self._rows), self.seed + 1000 * context.phase.index + epoch)
+        replayed, mixed = 0, batch
         if numbers:
             stored = self._rows.batch(numbers)
             replayed, mixed = loss_count(stored), joined(batch, stored, self.backbone.codec.pad_id)
-        self._counts.add(self._context.step, loss_count(batch), replayed)
+        self._counts.add(context.step, loss_count(batch), replayed)
         return mixed
-
-    def _drawn(self, batch: Batch) -> list[int]:
-        """Return numbers of stored rows: an epoch's order of all of them, dealt to the phase's rows."""
-        if not self._rows or self._context is None:
-            return []
-        context = self._context
-        epoch = context.step.index // -(-context.count("train") // context.batch_size)
-        return dealt(batch, len(self._rows), self.seed + 1000 * context.phase.index + epoch)
 
     def penalty(self, batch: Batch, output: Output) -> Tensor | None:
         """Return what makes the step's mean loss over all rows the loss of DER++, in addition to the learner's own."""

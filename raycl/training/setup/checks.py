@@ -218,13 +218,15 @@ def check_new_run(config: RunConfig) -> tuple[Stream, dict[str, float] | None]:
     stream = check(config)
     config = config.model_copy(update={"stream": stream.config})
     warn_of_mistakes(stream)
+    start = None
     if config.bank.start:
         check_takes_more_tasks(config)
-        check_snapshot_inputs(snapshot_at(config.bank.start)[1], inputs_of(config, stream), config.bank.revise)
+        snapshot = snapshot_at(config.bank.start)[1]
+        check_snapshot_inputs(snapshot, inputs_of(config, stream), config.bank.revise)
+        start = snapshot.number
     if config.bank.publish and config.bank.dir:
         bank, name = Bank.at(config.bank.dir), config.bank.branch
         head = Branch(bank, name).head()
-        start = snapshot_at(config.bank.start)[1].number if config.bank.start else None
         if head not in (None, start):
             here = f"branch '{name}' of the bank '{bank.storage.uri}'"
             what = f"points at snapshot {head}, not at {start}, from which" if start else f"is at snapshot {head}, and"
