@@ -213,10 +213,6 @@ class DeepSpeedEngine(Engine):
         moments = {moment: self._moment(parameter, moment) for moment in self.moments[name]}
         return [(name, part, mask, old.to(mask.device)) for part, old in {"": value, **moments}.items()]
 
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
-
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return complete values on the CPU: float32 masters of trained parameters, gathered where partitioned."""
         own = dict(self.backbone.named_parameters())

@@ -58,7 +58,13 @@ class Share:
 
 
 class Engine(Protocol):
-    """One task's optimizer around a backbone. Built when a phase begins, closed when it ends."""
+    """One task's optimizer around a backbone. Built when a phase begins, closed when it ends.
+
+    Attributes:
+        schedule: of the optimizer's learning rates.
+    """
+
+    schedule: torch.optim.lr_scheduler.LambdaLR
 
     @property
     def separate_masters(self) -> bool:
@@ -97,7 +103,7 @@ class Engine(Protocol):
     @property
     def learning_rate(self) -> float:
         """The rate that the next step will use."""
-        ...
+        return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole parameters on the CPU, in full precision where they are trained. Collective: call on every worker."""
@@ -174,7 +180,7 @@ class TorchEngine(Engine):
         self.optimizer: torch.optim.Optimizer = self.kind.build(
             groups_of(self.parts, self.specs, self.kind.separates_matrices)
         )
-        self.schedule: torch.optim.lr_scheduler.LambdaLR = schedule(self.optimizer, train, steps)
+        self.schedule = schedule(self.optimizer, train, steps)
 
     @property
     def separate_masters(self) -> bool:
@@ -273,10 +279,6 @@ class TorchEngine(Engine):
         rows = (~held).flatten().nonzero().squeeze(1)
         self.kind.step_rows(self.optimizer, parameter, rows, axis)
         parameter.grad = None
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
 
     def parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies on the CPU."""
