@@ -89,11 +89,6 @@ class ExampleMemory:
         self.entries: dict[str, KeyedRows] = {}
         self._opened: tuple[tuple[int, ...], Collate, Tensor, Tensor] | None = None
 
-    @property
-    def count(self) -> int:
-        """The number of examples of all tasks."""
-        return sum(map(len, self.entries.values()))
-
     def batch(self, numbers: Sequence[int], backbone: Backbone, texts: bool = False) -> Batch:
         """Return the examples of these numbers; their positions are `-2 - number`.
 
@@ -256,7 +251,7 @@ class Mbpa(Wrapper):
 
     def neighbours_of(self, example: Batch) -> Batch | None:
         """Return the K nearest examples to the one text of a batch; None: the memory is empty."""
-        if not self.memory.count:
+        if not self.memory.entries:
             return None
         key = self.encoder.embed(example.texts)[0]
         numbers = self.memory.nearest(key, self.config.adapt.neighbours, self.backbone)

@@ -92,11 +92,6 @@ class Reflection:
         self.abar: dict[str, Tensor] = {}
         self.pooled: dict[str, Tensor] = {}
 
-    def is_due(self, step: Step) -> bool:
-        config = self.config
-        late = step.index >= config.skip_steps and step.index % config.every == 0
-        return late and self.weight > 0 and bool(self.pooled)
-
     def draw(self, step: Step) -> dict[str, Tensor]:
         """Return the task -> places of the pseudo-samples that a step draws, without repetition."""
         draw = torch.Generator().manual_seed(step.seed)
@@ -107,7 +102,8 @@ class Reflection:
 
     def term(self, attention: Attention, step: Step) -> Tensor | None:
         """Return `lambda * sum_i mean KL(abar_i || alpha)` of a step; None if there is none."""
-        if not self.is_due(step):
+        is_due = step.index >= self.config.skip_steps and step.index % self.config.every == 0
+        if not is_due or not self.weight or not self.pooled:
             return None
         drawn = self.draw(step)
         rows = torch.cat([self.pooled[task][places.to(self.pooled[task].device)] for task, places in drawn.items()])
