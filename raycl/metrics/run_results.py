@@ -8,6 +8,7 @@ A result tree is the parsed `results.json` of a run; the keys used here are `con
 """
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from pyarrow import fs
 from pydantic import Field, field_validator, model_validator
 
 from raycl import config as configs
@@ -129,7 +129,8 @@ def _read(storage: Storage, name: str) -> Tree:
 
 
 def find_results(root: str | Path) -> list[Tree]:
-    """Return the result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder.
+    """Return the result trees of all runs at or below `root`, by path; nothing is searched inside a run's own folder,
+    and a folder that a link leads to again counts once.
 
     Each tree has the address of its run's folder, as `FOLDER`.
 
@@ -139,7 +140,7 @@ def find_results(root: str | Path) -> list[Tree]:
     if str(root).endswith(".json"):
         return [read_results(root) | {FOLDER: Storage.at(str(root).rpartition("/")[0] or ".").address}]
     results = []
-    for folder, published in _run_folders(Storage.at(root)):
+    for folder, published in _run_folders(Storage.at(root), set()):
         result = _read(folder, RESULT_FILE) | {FOLDER: folder.address}
         results.append(result if published is None else published.beside(result))
     if not results:
@@ -147,8 +148,18 @@ def find_results(root: str | Path) -> list[Tree]:
     return results
 
 
-def _run_folders(storage: Storage, published: Published | None = None) -> Iterator[tuple[Storage, Published | None]]:
-    """Yield folders of runs, each with the published row that the comparison around it has."""
+def _run_folders(
+    storage: Storage, seen: set[str], published: Published | None = None
+) -> Iterator[tuple[Storage, Published | None]]:
+    """Yield folders of runs, each with the published row that the comparison around it has.
+
+    Args:
+        seen: local folders that were searched, to which links may lead again.
+    """
+    place = os.path.realpath(storage.root) if storage.is_local else storage.root
+    if place in seen:
+        return
+    seen.add(place)
     if storage.exists(RESULT_FILE):
         yield storage, published
         return
@@ -159,10 +170,8 @@ def _run_folders(storage: Storage, published: Published | None = None) -> Iterat
             raise RunError(f"'{storage.uri}/{PUBLISHED_FILE}' has no published numbers: {error}") from error
     else:
         published = None
-    selector = fs.FileSelector(storage.path(), allow_not_found=True)
-    infos = storage.filesystem.get_file_info(selector)
-    for name in sorted(info.base_name for info in infos if info.type == fs.FileType.Directory):
-        yield from _run_folders(storage.sub(name), published)
+    for folder in storage.folders():
+        yield from _run_folders(folder, seen, published)
 
 
 def _problem(tree: Any) -> str:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,8 @@ class Storage:
     """A folder on some file system; every name below is relative to it, with forward slashes.
 
     Attributes:
-        uri: as the user wrote it without its query, absolute for local paths; in others, signs that a URI cannot have
-            are encoded.
+        uri: as the user wrote it without its query; for local folders the absolute path; in others, signs that a URI
+            cannot have are encoded.
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
         retry_s: how long operations of a store that does not answer are retried, with growing pauses.
         region: region of an S3 URI that names one (`region`); None: as AWS_* variables say.
@@ -92,6 +92,8 @@ class Storage:
             raise StorageError(
                 f"cannot open '{text}': {error}; expected a path or an s3://, gs:// or hdfs:// URI"
             ) from error
+        if isinstance(filesystem, pafs.LocalFileSystem):  # names below it may hold signs that a URI cannot have
+            return Storage(root, filesystem, root.rstrip("/"))
         place, region = text.partition("?")[0].rstrip("/"), _query(text).get("region", [None])[0]
         return Storage(place, filesystem, root.rstrip("/"), _endpoint(text), region=region)
 
@@ -135,11 +137,22 @@ class Storage:
         Raises:
             StorageError: it is a file, or cannot be reached.
         """
+        return sorted(info.base_name for info in self._below(name) if not UNFINISHED.search(info.base_name))
+
+    def folders(self, name: str = "") -> list[Storage]:
+        """Return the folders directly below a folder, by name; empty if it does not exist.
+
+        Raises:
+            StorageError: see `list`.
+        """
+        names = sorted(info.base_name for info in self._below(name) if info.type == pafs.FileType.Directory)
+        return [self.sub(f"{name}/{below}" if name else below) for below in names]
+
+    def _below(self, name: str) -> Sequence[pafs.FileInfo]:
         if self._kind(name) == pafs.FileType.File:
             raise StorageError(f"cannot list '{self._full(name)}': it is a file, give the folder that holds it")
         selector = pafs.FileSelector(self.path(name), allow_not_found=True)
-        entries = self._with_retries("list", name, lambda: self._entries(selector))
-        return sorted(info.base_name for info in entries if not UNFINISHED.search(info.base_name))
+        return self._with_retries("list", name, lambda: self._entries(selector))
 
     def files(self, name: str = "") -> dict[str, StoredFile]:
         """Return every file below a folder, unfinished ones too: name relative to this storage -> size and age."""
@@ -313,10 +326,16 @@ class Storage:
             path = Path(self.path(name))
 
             def link() -> bool:
-                with finished_beside(path, (data,)) as temporary, suppress(FileExistsError):
-                    os.link(temporary, path)  # fails if the name exists, and shows only a complete file
+                with finished_beside(path, (data,)) as temporary:
+                    try:
+                        os.link(temporary, path)  # fails if the name exists, and shows only a complete file
+                    except OSError as error:
+                        if temporary.stat().st_nlink > 1:  # a network file system did it, and its answer was lost
+                            return True
+                        if isinstance(error, FileExistsError):
+                            return False
+                        raise
                     return True
-                return False
 
             won = self._with_retries("create", name, link)
         elif isinstance(self.filesystem, pafs.S3FileSystem | pafs.GcsFileSystem):

@@ -17,8 +17,9 @@ import boto3
 import pytest
 from fork_server import Call, ForkServer
 
-from raycl.errors import AlreadyExistsError, StorageError
+from raycl.errors import AlreadyExistsError, DamagedError, StorageError
 from raycl.storage import Storage
+from raycl.storage.numbered import NumberedRecords
 from raycl.storage.unfinished import finished_beside
 
 BUCKET = "bucket"
@@ -41,6 +42,7 @@ def test_what_is_written_is_read_listed_and_replaced(store: Storage) -> None:
     store.write("a", b"")
     assert store.list() == ["a", "b"]
     assert store.list("b") == ["one", "two"]
+    assert store.folders() == [store.sub("b")] and store.folders("nothing") == []
     assert store.list("nothing") == []
     assert store.exists("b/one")
     assert store.exists("b")
@@ -97,6 +99,34 @@ def test_create_is_exclusive_and_leaves_the_first_content(store: Storage) -> Non
     store.delete("folder/commit")
     store.create("folder/commit", b"third")
     assert store.read("folder/commit") == b"third"
+
+
+@pytest.mark.parametrize("said", [errno.EEXIST, errno.ESTALE])
+def test_a_creation_whose_answer_is_lost_is_won(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int) -> None:
+    """A network file system that makes the link, and says that it is there already or that it is away."""
+    link = os.link
+
+    def answered(source: Path, name: Path) -> None:
+        link(source, name)
+        raise OSError(said, os.strerror(said))
+
+    monkeypatch.setattr(os, "link", answered)
+    store = Storage.at(tmp_path)
+    store.create("commit", b"ours")
+    assert store.read("commit") == b"ours" and store.list() == ["commit"]
+
+
+def test_the_note_of_numbered_records_counts_one_that_a_listing_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = NumberedRecords(Storage.at(tmp_path), "moves", lambda number: number)
+    records.create(1, {"format": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "numbers", lambda: [1])
+        records.create(2, {"format": 1})
+    (tmp_path / records.file(2)).unlink()
+    with pytest.raises(DamagedError, match=r"000002\.json' is missing"):
+        records.newest()
 
 
 def test_of_racing_threads_exactly_one_wins(store: Storage) -> None:
@@ -260,6 +290,7 @@ def test_a_file_in_the_way_of_a_folder_is_a_storage_error(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "a#b", "ä"])
 def test_local_paths_may_hold_any_characters(tmp_path: Path, name: str) -> None:
     store = Storage.at(tmp_path / name)
+    assert Storage.at(Storage.at(f"file://{tmp_path}").sub(name).address) == store
     store.write("file", b"1")
     assert (tmp_path / name / "file").read_bytes() == b"1"
     assert store.uri == str(tmp_path / name)

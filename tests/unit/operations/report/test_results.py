@@ -50,6 +50,8 @@ def test_runs_are_found_below_a_root_but_not_inside_runs(tmp_path: Path, make_re
     put(tmp_path / "a" / "deep", make_result("sapt"))
     put(tmp_path / "b" / "singles" / "agnews", make_result("single"))
     (tmp_path / "notes.txt").write_text("not a folder")
+    (tmp_path / "a" / "latest").symlink_to("deep")
+    (tmp_path / "b2").symlink_to(tmp_path)
     assert [method_of(result) for result in find_results(tmp_path)] == ["sapt", "lora"]
     assert len(find_results(tmp_path / "b")) == len(find_results(tmp_path / "b" / "results.json")) == 1
 
@@ -59,6 +61,9 @@ def test_no_result_is_an_error(tmp_path: Path) -> None:
         find_results(tmp_path)
     with pytest.raises(RunError, match=r"no results\.json at or below"):
         find_results(tmp_path / "absent")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(StorageError, match=r"cannot list '.*/notes\.txt': it is a file, give the folder that holds it"):
+        find_results(tmp_path / "notes.txt")
     with pytest.raises(RunError, match=r"there is no results\.json in"):
         read_results(tmp_path)
 
