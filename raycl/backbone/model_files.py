@@ -23,8 +23,11 @@ PUBLISHED = {"minilm": "sentence-transformers/all-MiniLM-L6-v2"}
 """Packaged models by the hub id that others know them by."""
 
 CONFIG = "config.json"
+WORDS = "tokenizer.json"
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
+LAYER = "[0-9]_*"
+"""The folders of a sentence encoder's layers."""
 
 TOKENIZER = (
     *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
@@ -32,14 +35,14 @@ TOKENIZER = (
 )
 SETTINGS = (
     *(CONFIG, "generation_config.json"),
-    *("modules.json", "*sentence_*.json", "config_sentence_transformers.json", "[0-9]_*/config.json"),
+    *("modules.json", "*sentence_*.json", "config_sentence_transformers.json", f"{LAYER}/{CONFIG}"),
 )
 DESCRIPTION = (*SETTINGS, *TOKENIZER)
 """Files of a hub model that are fetched before its weights: config, tokenizer, and layers of a sentence encoder."""
 
 ADAPTER = "adapter_config.json"
-LAYERS = "[0-9]_*/model.safetensors"
-LAYER_PICKLES = ("[0-9]_*/pytorch_model.bin",)
+LAYERS = f"{LAYER}/model.safetensors"
+LAYER_PICKLES = (f"{LAYER}/pytorch_model.bin",)
 WEIGHTS = (WHOLE, INDEX, "model-*-of-*.safetensors", LAYERS)
 PICKLE = "pytorch_model.bin"
 PICKLES = (PICKLE, "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin")
@@ -264,21 +267,30 @@ def _safetensors(folder: Path) -> list[Path]:
 
 
 def identity_files(folder: Path) -> list[Path]:
-    """Return what identifies a model, by name: config, tokenizer, and its safetensors, or pickles where it has none.
+    """Return what identifies a model, by path: config, tokenizer, and its safetensors, or pickles where it has none; of
+    a sentence encoder also those of its layers that have weights.
 
     Others (cards, training state, the same weights in another format) may differ.
     """
-    weights = _safetensors(folder) or [file for file in folder.iterdir() if file.suffix == ".bin"]
-    described = [file for name in (CONFIG, "tokenizer.json") if (file := folder / name).is_file()]
-    return sorted([*described, *weights])
+    weights = {place: _weights(place) for place in _places(folder)}
+    described = [place / name for place in weights if weights[place] or place == folder for name in (CONFIG, WORDS)]
+    return sorted([*filter(Path.is_file, described), *(file for files in weights.values() for file in files)])
 
 
 def part_files(folder: Path, code: bool) -> dict[str, list[Path]]:
     """Return the files of each part of a model that can change what it computes, by name."""
-    weights = _safetensors(folder) or list(folder.glob("*.bin"))
     patterns = {"config": (*SETTINGS, *(CODE if code else ())), "tokenizer": TOKENIZER}
     files_of_parts = {
-        part: {file for pattern in given for file in folder.glob(pattern)} for part, given in patterns.items()
+        part: {file for place in _places(folder) for pattern in given for file in place.glob(pattern)}
+        for part, given in patterns.items()
     }
-    files_of_parts["weights"] = {*weights, *folder.glob(LAYERS)}
+    files_of_parts["weights"] = {file for place in _places(folder) for file in _weights(place)}
     return {part: sorted(files) for part, files in files_of_parts.items()}
+
+
+def _places(folder: Path) -> list[Path]:
+    return [folder, *filter(Path.is_dir, folder.glob(LAYER))]
+
+
+def _weights(folder: Path) -> list[Path]:
+    return _safetensors(folder) or list(folder.glob("pytorch_model*.bin"))

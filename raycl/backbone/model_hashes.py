@@ -46,7 +46,7 @@ def fingerprint_of(name: str, revision: str | None = None, pickles: bool = False
     folder = folder_of(name, revision, FetchedFiles(pickles=pickles))
     digest = hashlib.sha256()
     for file in identity_files(folder):
-        digest.update(f"{file.name} {hash_of(file)}\n".encode())
+        digest.update(f"{file.relative_to(folder).as_posix()} {hash_of(file)}\n".encode())
     return digest.hexdigest()
 
 

@@ -19,7 +19,15 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from raycl.backbone.model_files import ONE_AT_A_TIME, FetchedFiles, folder_of, only_pickled, resolve_path
+from raycl.backbone.model_files import (
+    CONFIG,
+    ONE_AT_A_TIME,
+    FetchedFiles,
+    folder_of,
+    identity_files,
+    only_pickled,
+    resolve_path,
+)
 from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import positions_of
 from raycl.config import Section
@@ -93,9 +101,16 @@ class SentenceEncoder:
 
     @property
     def width(self) -> int:
-        """The dimensions of a query."""
-        settings = json.loads((folder_of(self.config.name, self.config.revision) / "config.json").read_text())
-        return int(settings.get("hidden_size") or self._loaded().get_embedding_dimension())
+        """The dimensions of a query; a model whose layers have weights of their own is loaded to know them."""
+        folder = folder_of(self.config.name, self.config.revision)
+        is_alone = all(file.parent == folder for file in identity_files(folder))
+        if is_alone and (folder / CONFIG).is_file():
+            settings = json.loads((folder / CONFIG).read_text())
+            if "hidden_size" in settings:
+                return int(settings["hidden_size"])
+        model = self._loaded()
+        is_last = self.config.layer == "last"
+        return int(model.get_embedding_dimension() if is_last else model[0].auto_model.config.hidden_size)
 
     def _loaded(self) -> Any:
         if self._model is None:

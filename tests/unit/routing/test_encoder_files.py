@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import Lab
 
 from raycl.backbone.model_files import only_pickled
-from raycl.backbone.model_hashes import fingerprint_of
+from raycl.backbone.model_hashes import fingerprint_of, parts_of
 from raycl.bank import Bank, NewSnapshot
 from raycl.bank.manifest import AdapterManifest, ModelInfo
 from raycl.bank.states import put_router
@@ -56,6 +56,50 @@ def test_so_do_those_of_a_layer_behind_it(lab: Lab, tmp_path: Path) -> None:
         encoder(folder).embed(TEXTS)
     (folder / "2_Dense/model.safetensors").touch()
     assert only_pickled(folder) is None
+
+
+@pytest.fixture
+def layered(lab: Lab, tmp_path: Path) -> Path:
+    """Return an encoder with a linear of 8 outputs behind the mean of 32 dimensions."""
+    folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "layered")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    dense = {"in_features": 32, "out_features": 8, "bias": False, "activation_function": "torch.nn.Identity"}
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    for layer, settings in (("1_Pooling", pooling), ("2_Dense", dense)):
+        (folder / layer).mkdir()
+        (folder / layer / "config.json").write_text(json.dumps(settings))
+    save_file({"linear.weight": torch.ones(8, 32)}, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+def test_the_width_is_that_of_the_layer_that_is_read(layered: Path, tmp_path: Path) -> None:
+    """The encoder's own files may be in a folder too, and a folder without any is no encoder."""
+    last = encoder(layered, layer="last")
+    assert last.width == last.embed(TEXTS).shape[1] == 8
+    (layered / "0_Transformer").mkdir()
+    for file in filter(Path.is_file, list(layered.iterdir())):
+        if file.name != "modules.json":
+            file.rename(layered / "0_Transformer" / file.name)
+    tree = json.loads((layered / "modules.json").read_text())
+    (layered / "modules.json").write_text(json.dumps([{**tree[0], "path": "0_Transformer"}, *tree[1:]]))
+    auto = encoder(layered)
+    assert auto.width == auto.embed(TEXTS).shape[1] == 32
+    with pytest.raises(RetrievalError, match="cannot be loaded"):
+        _ = encoder(tmp_path).width
+
+
+def test_all_weights_are_part_of_the_identity_and_nothing_else(layered: Path, pickled: Path) -> None:
+    whole = fingerprint_of(str(layered))
+    save_file({"linear.weight": torch.zeros(8, 32)}, layered / "2_Dense" / "model.safetensors")
+    assert fingerprint_of(str(layered)) != whole
+    own = fingerprint_of(str(pickled)), parts_of(str(pickled))
+    (pickled / "training_args.bin").touch()
+    assert (fingerprint_of(str(pickled)), parts_of(str(pickled))) == own
 
 
 def test_code_of_an_encoder_is_refused(lab: Lab, tmp_path: Path) -> None:
