@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,9 +36,10 @@ from raycl.backbone.model_files import (
 )
 from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import check_limits, join_last_states
+from raycl.backbone.roles import POOLER
 from raycl.backbone.seq2seq import Seq2SeqBackbone
 from raycl.config import Section
-from raycl.errors import BackboneError
+from raycl.errors import BackboneError, counted
 from raycl.types import Capabilities
 
 if TYPE_CHECKING:
@@ -46,20 +47,11 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("raycl")
 
-DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "dropout_rate",
-    "dropout",
-    "attention_dropout",
-    "attention_probs_dropout",
-    "activation_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-)
-"""Names under which Hugging Face configs keep dropout rates."""
+FAILURES = (ArithmeticError, AttributeError, ImportError, KeyError, OSError, TypeError, ValueError)
+"""What Transformers raises, among others, where a file of a model is missing, damaged or not its own."""
+
+DROPOUT = re.compile("dropout|pdrop")
+"""Matches the names under which Hugging Face configs keep dropout rates, but not those of whole layers (layerdrop)."""
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 """The fields that are read from a model's generation_config.json."""
@@ -205,7 +197,8 @@ FOR_INFERENCE = BackboneOptions()
 def load_backbone(
     config: BackboneConfig, codec: HFCodec, device: torch.device, seed: int, use: BackboneOptions = FOR_INFERENCE
 ) -> Backbone:
-    """Return weights on `device` in evaluation-ready state; `seed` fixes any weight the checkpoint lacks.
+    """Return weights on `device` in evaluation-ready state; `seed` fixes the weights of a head that the checkpoint
+    lacks.
 
     Weights of a checkpoint of the dtype that computes are memory-mapped, as safetensors does it, and on a CPU they stay
     so: all processes of a node have the same pages, but for those that they write to. Moved to a GPU, they leave no
@@ -218,9 +211,7 @@ def load_backbone(
     with _explained(config.name), ONE_AT_A_TIME:
         where = _folder(config)
         settings = _settings(where, config.trust_remote_code)
-        for field in DROPOUTS:
-            if isinstance(getattr(settings, field, None), float):
-                setattr(settings, field, config.dropout)
+        set_dropout(settings, config.dropout)
         dtype = pick_dtype(config.dtype, device)
         if device.type == "cpu" and dtype == torch.bfloat16:
             warn_of_slow_bfloat16(config.name)
@@ -235,7 +226,10 @@ def load_backbone(
             **quantized(config.quantization, dtype, device),
         }
         seed_all(seed, device)
-        model = _loader(kind).from_pretrained(where, **options)
+        model, found = _loader(kind).from_pretrained(
+            where, **options, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        _check_complete(config.name, found)
         make_consistent(model, dtype)
         head = _language_head(model, where, options) if use.learns_texts and kind == "encoder" else None
     if config.gradient_checkpointing:
@@ -246,6 +240,31 @@ def load_backbone(
         backbone.inference_attention = "sdpa"
     backbone.inference_by_onednn = device.type == "cpu" and dtype == torch.float32 and prefers_onednn()
     return backbone if use.on_host else backbone.to(device)
+
+
+def _check_complete(name: str, found: Mapping[str, Any]) -> None:
+    """Check that a checkpoint holds all weights of the model, which otherwise would be drawn at random.
+
+    Args:
+        found: Transformers' account of the loading. A pooler may be missing, since it is not read.
+
+    Raises:
+        BackboneError: it lacks some, or has them in other shapes.
+    """
+    missing = sorted(key for key in found["missing_keys"] if not POOLER.search(key))
+    if missing:
+        others = sorted(found["unexpected_keys"])
+        instead = f", and have others, such as '{others[0]}'" if others else ""
+        raise BackboneError(
+            f"the weights of backbone '{name}' lack {counted(len(missing), 'tensor')} of the model that config.json "
+            f"describes, such as '{missing[0]}'{instead}: expected a whole checkpoint, save the model again by "
+            "save_pretrained"
+        )
+    for key, stored, wanted in sorted(found["mismatched_keys"]):
+        raise BackboneError(
+            f"the weights of backbone '{name}' have '{key}' with the shape {list(stored)}, and config.json describes "
+            f"{list(wanted)}: expected the config.json that these weights were saved with"
+        )
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:
@@ -326,6 +345,15 @@ def _settings(folder: str, trusts: bool) -> PretrainedConfig:
     return settings
 
 
+def set_dropout(settings: Any, rate: float) -> None:
+    """Set all dropout rates of a model's config, and of the configs in it (T5Gemma's sides, MPT's attention)."""
+    for name, value in list(vars(settings).items()):
+        if name in settings.sub_configs and value is not None:
+            set_dropout(value, rate)
+        elif DROPOUT.search(name) and isinstance(value, int | float) and not isinstance(value, bool) and value != rate:
+            setattr(settings, name, rate)
+
+
 def _loader(kind: str) -> Any:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -369,6 +397,8 @@ def _kind(settings: PretrainedConfig, classes: Sequence[str] | None = None) -> K
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn the library's errors into one sentence, and silence its logs while loading."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     logger = logging.getLogger("transformers")
@@ -378,7 +408,7 @@ def _explained(name: str) -> Iterator[None]:
     disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (*FAILURES, StrictDataclassError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         if "trust_remote_code" in str(error):
             raise BackboneError(

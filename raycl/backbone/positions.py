@@ -164,7 +164,7 @@ def positions_of(stack: Any) -> int | None:
         ]
         return min(table.num_embeddings - rows for table, rows in zip(tables, in_front, strict=True))
     limit = None if stack.config.is_encoder_decoder else getattr(stack.config, "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    return None if limit is None or limit < 0 else int(limit)  # XLNet has -1, for no limit
 
 
 def check_limits(model: Any, codec: HFCodec) -> None:

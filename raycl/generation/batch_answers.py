@@ -12,6 +12,7 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.backbone.base import GenerationInputs
 from raycl.backbone.positions import attends_to_all
+from raycl.generation.dynamic_cache import keeps_keys
 from raycl.generation.requests import AllowedTokens, TokenConstraint
 from raycl.types import Batch
 
@@ -41,7 +42,7 @@ def answers_continuously(backbone: Backbone) -> bool:
         return False  # for example forced tokens or a penalty on repetitions
     if capabilities.separate_encoder:
         return model.config.model_type in RELATIVE
-    return attends_to_all(model.config)
+    return keeps_keys(model) and attends_to_all(model.config)
 
 
 @torch.no_grad()

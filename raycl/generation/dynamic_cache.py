@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
             use_cache=True,
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
+    return DynamicKVCache(out.logits[:, -1], mask, _layers(out))
 
 
 @torch.no_grad()
@@ -175,7 +176,7 @@ def read_on(backbone: Backbone, layers: Layers, before: Tensor, ids: Tensor, mas
             use_cache=True,
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out.past_key_values))
+    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out))
 
 
 @contextmanager
@@ -213,7 +214,7 @@ def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
         use_cache=True,
     )
     caches = out.past_key_values
-    layers, cross = _layers(caches.self_attention_cache), _layers(caches.cross_attention_cache)
+    layers, cross = _plain(caches.self_attention_cache), _plain(caches.cross_attention_cache)
     return DynamicKVCache(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
 
 
@@ -235,7 +236,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
                 past_key_values=cache,
                 use_cache=True,
             )
-            return DynamicKVCache(out.logits[:, -1], mask, _layers(out.past_key_values))
+            return DynamicKVCache(out.logits[:, -1], mask, _layers(out))
         both = EncoderDecoderCache(_cache(state.layers), _cache(state.cross))
         out = backbone.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),
@@ -245,7 +246,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
             past_key_values=both,
             use_cache=True,
         )
-    layers = _layers(out.past_key_values.self_attention_cache)
+    layers = _plain(out.past_key_values.self_attention_cache)
     return replace(state, logits=out.logits[:, -1], mask=mask, layers=layers)
 
 
@@ -260,12 +261,23 @@ def _cache(layers: Layers) -> DynamicCache:
     return cache
 
 
-def _layers(cache: Any) -> Layers:
-    plain = [layer for layer in cache.layers if type(layer).__name__ == "DynamicLayer"]
-    if len(plain) != len(cache.layers):
+def keeps_keys(model: nn.Module) -> bool:
+    """Return whether a model takes keys and values from one token to the next; GPT has no cache, RWKV another."""
+    return "past_key_values" in signature(model.forward).parameters
+
+
+def _layers(out: Any) -> Layers:
+    """Return the cache of a decoder-only model's output."""
+    return _plain(out.get("past_key_values"))
+
+
+def _plain(cache: Any) -> Layers:
+    layers = [] if cache is None else cache.layers
+    plain = [layer for layer in layers if type(layer).__name__ == "DynamicLayer"]
+    if not plain or len(plain) != len(layers):
         raise BackboneError(
-            "this backbone keeps more than keys and values between tokens (a sliding window, a recurrent state), so "
-            "sequences cannot join a running batch: serve another one"
+            "this backbone keeps something else than keys and values between tokens (a sliding window, a recurrent "
+            "state, nothing), so sequences cannot join a running batch: serve another one"
         )
     return [(layer.keys, layer.values) for layer in plain]
 

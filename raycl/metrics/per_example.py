@@ -31,6 +31,8 @@ from raycl.plugins import Names, load
 from raycl.types import Score
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+AT_ONCE = 2**20
+"""Drawn scores that are in memory together; all those of ten thousand rows would be gigabytes."""
 _NO_LABEL = "<off task>"
 """F1 reads this text for an off-task answer."""
 
@@ -131,7 +133,8 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
         return 100.0 * float(limits.low), 100.0 * float(limits.high)
     if np.ptp(values) == 0:
         return float(values[0]), float(values[0])
-    limits = stats.bootstrap((values,), np.mean, n_resamples=9_999, confidence_level=0.95, rng=0).confidence_interval
+    batch = max(1, AT_ONCE // len(values))
+    limits = stats.bootstrap((values,), np.mean, n_resamples=9_999, batch=batch, rng=0).confidence_interval
     return float(limits.low), float(limits.high)
 
 

@@ -28,7 +28,10 @@ from raycl.routing.sentence_encoder import SentenceEncoder
 KEPT: dict[Hashable, Pickled] = {}
 """What was read, by what it was read from and how."""
 
-PLAIN = {"config", "dtype", "use_safetensors", "trust_remote_code"}
+PLAIN = {
+    *("config", "dtype", "use_safetensors", "trust_remote_code"),
+    *("output_loading_info", "ignore_mismatched_sizes"),
+}
 """All options of weights that are not quantized."""
 
 
@@ -87,7 +90,7 @@ class Loader:
         return getattr(self.loader, name)
 
     def from_pretrained(self, folder: str, **options: Any) -> Any:
-        """Return a copy of the model, with the state of random numbers that follows its loading."""
+        """Return a copy of the model and of what is said of its loading, with the random numbers that follow it."""
         if options.keys() != PLAIN or not isinstance(options["dtype"], torch.dtype):
             return self.loader.from_pretrained(folder, **options)
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from mapped_file import file_at
+from safetensors.torch import load_file, save_file
 from tiny import KINDS, Lab, tokenizer
 from transformers import (
+    AutoConfig,
+    AutoModel,
     BartConfig,
     BartForConditionalGeneration,
     BloomConfig,
@@ -22,16 +25,20 @@ from transformers import (
     Gemma3Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoXConfig,
     LEDConfig,
     LEDForConditionalGeneration,
     MBartConfig,
     MBartForConditionalGeneration,
     RobertaConfig,
     RobertaModel,
+    SeedOssConfig,
+    T5GemmaConfig,
 )
 
 from raycl.backbone import BackboneConfig, BackboneOptions, base, load_backbone, load_codec, load_skeleton
-from raycl.backbone.load import known_kind, pick_dtype, wrap_model
+from raycl.backbone.load import known_kind, pick_dtype, set_dropout, wrap_model
 from raycl.data.loader import batch_of
 from raycl.errors import BackboneError
 from raycl.generation.batch_answers import predict
@@ -67,6 +74,48 @@ def test_a_folder_that_lacks_a_file(folder: Path, file: str) -> None:
         load(BackboneConfig(name=str(folder)))
     assert str(caught.value).startswith(f"backbone '{folder}' cannot be loaded: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "why"),
+    [
+        ("config.json", {"hidden_size": "32"}, "Field 'hidden_size' expected int"),
+        ("config.json", {"num_attention_heads": 0}, "modulo by zero"),
+        ("tokenizer_config.json", [], "has no attribute 'get'"),
+        ("model.safetensors", "cut", "Error while deserializing header"),
+    ],
+)
+def test_a_damaged_file_is_an_error_of_one_sentence(folder: Path, file: str, change: Any, why: str) -> None:
+    content = {**json.loads((folder / file).read_text()), **change} if isinstance(change, dict) else change
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(BackboneError, match=f"cannot be loaded: .*{why}.*; expected 'minilm'"):
+        load(BackboneConfig(name=str(folder)))
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(folder: Path) -> None:
+    """They were drawn at random otherwise; a pooler may be missing, which nothing reads."""
+    settings = json.loads((folder / "config.json").read_text())
+    for change, why in (
+        (
+            {"num_hidden_layers": 3},
+            r"lack 16 tensors of the model .*, such as 'encoder\.layer\.2\.\w.*': expected a whole",
+        ),
+        (
+            {"intermediate_size": 48},
+            r"with the shape \[64\], and config.json describes \[48\]: expected the config",
+        ),
+    ):
+        (folder / "config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(BackboneError, match=why):
+            load(BackboneConfig(name=str(folder)))
+    (folder / "config.json").write_text(json.dumps(settings))
+    file = folder / "model.safetensors"
+    weights = {name: weight for name, weight in load_file(file).items() if not name.startswith("pooler.")}
+    save_file(weights, file, {"format": "pt"})
+    load(BackboneConfig(name=str(folder)))
+    save_file({f"module.{name}": weight for name, weight in weights.items()}, file, {"format": "pt"})
+    with pytest.raises(BackboneError, match=r"and have others, such as 'module\.embeddings\.\w"):
+        load(BackboneConfig(name=str(folder)))
 
 
 def test_pickled_weights_need_permission(folder: Path) -> None:
@@ -247,6 +296,24 @@ def test_dropout_and_dtype_follow_the_settings(lab: Lab) -> None:
     assert {module.p for module in backbone.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}  # type: ignore[attr-defined]
     assert backbone.dtype == torch.bfloat16  # type: ignore[attr-defined]
     assert pick_dtype("auto", CPU) == torch.float32
+
+
+def test_every_dropout_rate_of_a_config_is_set() -> None:
+    """Under whatever name, also where it is the integer 0 and in the configs of a model's sides; layerdrop is none."""
+    sides = T5GemmaConfig()
+    rated = (GPTNeoXConfig(attention_dropout=0), GPTNeoConfig(), SeedOssConfig(), sides, sides.encoder, sides.decoder)
+    for config in (*rated, bart := BartConfig()):
+        set_dropout(config, 0.25)
+    for config in rated:
+        rates = [value for name, value in vars(config).items() if "dropout" in name]
+        assert set(rates) == {0.25}, config
+    assert (bart.dropout, bart.encoder_layerdrop) == (0.25, 0.0)
+
+
+def test_a_model_may_say_that_it_has_no_limit_of_positions(lab: Lab) -> None:
+    config = AutoConfig.for_model("xlnet", vocab_size=24, d_model=16, n_layer=1, n_head=1, d_inner=16)
+    xlnet = wrap_model(AutoModel.from_config(config), tokenizer("bert"), 24, 4)
+    assert xlnet.max_positions is None
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "llama"])

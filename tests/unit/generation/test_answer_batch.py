@@ -11,17 +11,20 @@ import pytest
 import torch
 from axes import sampled
 from tiny import Lab, save_model
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
 from raycl.backbone import Backbone, BackboneConfig, load_backbone, load_codec
+from raycl.backbone.load import wrap_model
 from raycl.backbone.roles import linear_names
 from raycl.data.loader import batch_of
+from raycl.errors import BackboneError
 from raycl.generation import answer_batch, dynamic_cache
 from raycl.generation.answer_batch import AnswerBatch, Prompts
 from raycl.generation.batch_answers import answers_continuously, predict
 from raycl.generation.requests import AllowedTokens
+from raycl.testing.tiny_models import word_tokenizer
 from raycl.training.assembly import build
 from raycl.training.phase import evaluation
 from raycl.training.workers.distributed import DistributedContext
@@ -203,6 +206,11 @@ def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
                 bart = AutoConfig.for_model("bart")
                 patch.setattr(backbone.model, "config", bart if kind == "t5" else AutoConfig.for_model("gemma2"))
                 assert not answers_continuously(backbone)
+    sizes = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 1, "eos_token_id": 2}
+    gpt = wrap_model(OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)), word_tokenizer("llama", ["a"]), 8, 8).eval()
+    assert not answers_continuously(gpt), "it keeps nothing between tokens"
+    with pytest.raises(BackboneError, match="keeps something else than keys and values between tokens"):
+        dynamic_cache.begin(gpt, [[1, 3]])
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])

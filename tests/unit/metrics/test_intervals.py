@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ def test_other_scores_have_the_interval_of_a_bootstrap() -> None:
     assert (low, high) == pytest.approx((rows.mean() - 1.96 * error, rows.mean() + 1.96 * error), abs=0.5)
     assert interval(rows.tolist()) == (low, high), "the seed is fixed"
     assert interval([40.0] * 3) == (40.0, 40.0)
+    tracemalloc.start()
+    interval(np.tile(rows, 5).tolist())
+    assert tracemalloc.get_traced_memory()[1] < 2**26, "not all resamples are in memory together"
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("metric", sorted(name for name, metric in METRICS.items() if metric.mean_of_rows))
