@@ -62,8 +62,8 @@ class AttentionConfig(Section):
         1e-3,
         ge=0,
         lt=0.5,
-        description="adapters with the smallest weights of a text are not evaluated, as long as these sum to at "
-        "most this; 0: all are",
+        description="adapters whose weight for a text is less than this divided by the number of tasks are not "
+        "evaluated, so that these weights sum to less than this; 0: all are",
     )
 
     def settled(self, encoder: bool, scores: bool) -> AttentionConfig:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,6 +62,9 @@ METRICS = (
 IN_POINTS = METRICS.index("rougeL")
 
 CODE_ALLOWED = "HF_ALLOW_CODE_EVAL"
+
+PERCENT = re.compile(r"(squadv2|scrolls_\w+) (em|f1)")
+"""Task and metric whose number is in points too, though it is a share elsewhere."""
 
 DATA_ERRORS = (OSError, ValueError, KeyError, ImportError)
 """What `datasets` and lm-eval raise where a task's rows cannot be had: no network, no such file, another format, a
@@ -210,15 +214,18 @@ def measure(model: RoutedModel, settings: GeneralConfig) -> dict[str, Score]:
         for task in wanted:
             members = loaded["tasks"] if task == name else [task]
             rows = sum(samples[member]["effective"] for member in members)
-            metric, value = _headline(task, results[task])
+            metric, value = headline(task, results[task])
             known = [unknown for (row_task, _), unknown in adapter.unknown.items() if row_task in members]
             extra = {"unknown": fmean(known)} if known else {}
             scores[f"{task} ({metric})"] = Score(value, rows, extra)
     return scores
 
 
-def _headline(task: str, numbers: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name of a task's score, and the score in points.
+def headline(task: str, numbers: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the name of a task's score, and the score in points; a number above 1 is in points already.
+
+    Args:
+        numbers: metric and filter -> value, as lm-eval returns them.
 
     Raises:
         ConfigError: the task has no metric that is one.
@@ -229,7 +236,9 @@ def _headline(task: str, numbers: Mapping[str, Any]) -> tuple[str, float]:
             by_metric.setdefault(key.partition(",")[0], float(value))
     for place, metric in enumerate(METRICS):
         if metric in by_metric:
-            return metric, by_metric[metric] * (1 if place >= IN_POINTS else 100)
+            value = by_metric[metric]
+            is_in_points = place >= IN_POINTS or value > 1 or PERCENT.fullmatch(f"{task} {metric}") is not None
+            return metric, value * (1 if is_in_points else 100)
     has = ", ".join(sorted(by_metric)) or "none"
     raise ConfigError(
         f"task '{task}' in general.tasks has the metrics {has}: expected one of {', '.join(METRICS)}, by which "

@@ -1,8 +1,8 @@
 """A model of ours as a model of EleutherAI's lm-eval: log-likelihoods and greedy answers, each under its own mixture.
 
 A text is read as it is, without a prompt of the stream's tasks, as `/v1/completions` reads prompts. The router sees the
-context of a request, never the answer that is scored; of a conversation the last message of the user. What stands
-beside a request in its batch changes neither.
+context of a request, never the answer that is scored, but for whole texts without a context; of a conversation it sees
+the last message of the user. What stands beside a request in its batch changes neither.
 """
 
 from __future__ import annotations
@@ -149,11 +149,12 @@ class HarnessModel(TemplateLM):
         """Return the most likely answer to each prompt, up to the first of the texts that end it.
 
         Raises:
-            ConfigError: a task draws its answers.
+            ConfigError: a task draws its answers, or they have no room beside their prompts.
         """
         self._requests = requests
         answers: dict[int, str] = {}
         settings = [_generation(request) for request in requests]
+        self._check_room(requests, settings)
         prompts = [self._prompt(request.args[0], most) for request, (_, most) in zip(requests, settings, strict=True)]
         backbone = self._backbone.eval()
         with backbone.inference():
@@ -228,10 +229,20 @@ class HarnessModel(TemplateLM):
         room = self._room - len(continuation) * (self.backend == "causal")
         return context[-room:], continuation
 
+    def _check_room(self, requests: Sequence[Instance], settings: Sequence[tuple[tuple[str, ...], int]]) -> None:
+        """Check that a prompt of a token or more fits in front of each answer."""
+        limit = self._room if self.backend == "causal" else self._backbone.max_answer_positions
+        for request, (_, most) in zip(requests, settings, strict=True):
+            if limit is not None and most >= limit:
+                raise ConfigError(
+                    f"task '{request.task_name}' of lm-eval has answers of up to {most} tokens (max_gen_toks), and the "
+                    f"backbone has {limit} positions for prompt and answer: leave it out of general.tasks, or name a "
+                    "task file with shorter answers in general.include_path"
+                )
+
     def _prompt(self, text: str, most: int) -> list[int]:
         """Return the ids of a prompt with room for its answer."""
-        room = self._room - most if self.backend == "causal" else self._room
-        return self.tok_encode(text)[-max(room, 1) :]
+        return self.tok_encode(text)[-(self._room - most if self.backend == "causal" else self._room) :]
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._codec.tokenizer.decode(list(ids), skip_special_tokens=True))

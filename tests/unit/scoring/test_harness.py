@@ -128,6 +128,12 @@ def test_answers_end_before_the_first_stop_and_are_those_of_generate(backbone: B
     assert short == answer.partition(answer[3:5])[0]
     with pytest.raises(ConfigError, match=r"^task 'task' of lm-eval draws its answers \(do_sample\)"):
         model.generate_until(asked(("red", {"do_sample": True})))
+    if model.backend == "causal":
+        model._room = 8
+        with pytest.raises(
+            ConfigError, match=r"answers of up to 8 tokens \(max_gen_toks\), .* 8 positions for prompt and"
+        ):
+            model.generate_until(asked(("red", {"max_gen_toks": 8})))
 
 
 def test_the_router_sees_the_context_and_never_the_answer(backbone: Backbone) -> None:

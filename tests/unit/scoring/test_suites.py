@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from raycl.scoring.general_ability import CODE_ALLOWED, SUITES, _code_allowed
+from raycl.scoring.general_ability import CODE_ALLOWED, SUITES, _code_allowed, headline
 
 PUBLISHED = {
     "untrained": (46.56, 26.08, 40.23, 23.47, 70.55, 76.22),
@@ -40,3 +40,20 @@ def test_a_task_that_may_run_code_leaves_the_environment_as_it_was(
         with _code_allowed(is_allowed):
             assert os.environ.get(CODE_ALLOWED) == ("1" if is_allowed else before)
         assert os.environ.get(CODE_ALLOWED) == before
+
+
+@pytest.mark.parametrize(
+    ("task", "numbers", "score"),
+    [
+        ("arc_easy", {"acc,none": 0.5, "acc_norm,none": 0.75, "acc_norm_stderr,none": 0.1}, ("acc_norm", 75.0)),
+        ("coqa", {"em,none": 0.25, "f1,none": 0.5}, ("em", 25.0)),
+        ("squadv2", {"exact,none": 40.0, "f1,none": 63.5}, ("f1", 63.5)),
+        ("squadv2", {"f1,none": 0.5}, ("f1", 0.5)),
+        ("scrolls_qasper", {"f1,none": 0.5}, ("f1", 0.5)),
+        ("scrolls_quality", {"acc,none": 0.5, "em,none": 50.0}, ("acc", 50.0)),
+        ("of a file of ours", {"exact_match,none": 12.5}, ("exact_match", 12.5)),
+        ("wmt", {"bleu,none": 0.5}, ("bleu", 0.5)),
+    ],
+)
+def test_scores_are_points_of_a_hundred(task: str, numbers: dict[str, float], score: tuple[str, float]) -> None:
+    assert headline(task, numbers) == score
