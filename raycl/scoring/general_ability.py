@@ -66,9 +66,10 @@ CODE_ALLOWED = "HF_ALLOW_CODE_EVAL"
 PERCENT = re.compile(r"(squadv2|scrolls_\w+) (em|f1)")
 """Task and metric whose number is in points too, though it is a share elsewhere."""
 
-DATA_ERRORS = (OSError, ValueError, KeyError, ImportError)
+DATA_ERRORS = (ArithmeticError, AttributeError, ImportError, LookupError, OSError, TypeError, ValueError)
 """What `datasets` and lm-eval raise where a task's rows cannot be had: no network, no such file, another format, a
-package that the task needs."""
+package that the task needs, an unknown setting in its file; Jinja's errors, where its texts cannot be written, besides.
+"""
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def _manager(include_path: str | None, with_defaults: bool) -> TaskManager:
 
 def _loaded(settings: GeneralConfig, name: str) -> Any:
     """Return a task, or those of a group or tag, with their rows."""
+    from jinja2 import TemplateError
+
     own = _manager(settings.include_path, False)
     manager = own if name in own.all_tasks else _manager(settings.include_path, True)
     if (manager.task_index[name].cfg or {}).get("unsafe_code"):
@@ -160,11 +163,11 @@ def _loaded(settings: GeneralConfig, name: str) -> Any:
     try:
         with _quiet():
             loaded = manager.load([name])
-    except DATA_ERRORS as error:
+    except (*DATA_ERRORS, TemplateError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"the rows of '{name}' in general.tasks cannot be read ({type(error).__name__}: {reason}): run once "
-            "where they can be fetched, or name a task file with local rows in general.include_path"
+            "where they can be fetched, or name a task file with local rows in general.include_path, or mend it"
         ) from error
     for task_name, task in loaded["tasks"].items():
         if task.config.unsafe_code:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from tiny import TASKS, Complete, Lab, Stop, exported, matrix, run, trace
 
+from raycl.backbone import load_codec
 from raycl.cli.commands import run as command
 from raycl.config import Tree, trust
 from raycl.errors import ConfigError, DataError
@@ -22,7 +23,7 @@ from raycl.metrics.settings import GeneralConfig
 from raycl.operations.report.page.sections import sections_of
 from raycl.operations.report.run_comparison import to_csv
 from raycl.operations.report.tables import matrix_table
-from raycl.scoring.general_ability import SUITES, names_of
+from raycl.scoring.general_ability import SUITES, check_general, names_of
 from raycl.serve.gate.judge import judge
 from raycl.serve.settings import ServeConfig
 from raycl.storage import Storage
@@ -220,6 +221,20 @@ def test_what_cannot_be_measured_is_refused_before_work_starts(
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         check(asked(lab, files, **sections))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"nonsense": 3}, "TypeError: .*'nonsense'"), ({"doc_to_text": "{{missing}}"}, "UndefinedError: 'missing' is")],
+)
+def test_a_task_file_that_is_wrong_is_an_error_of_one_sentence(
+    lab: Lab, files: str, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    task = yaml.safe_load((Path(files) / "write.yaml").read_text())
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump({**task, "task": "wrong", **change}))
+    codec = load_codec(lab.config("llama").backbone, 8, 8)
+    with pytest.raises(DataError, match=rf"^the rows of 'wrong' in general\.tasks cannot be read \({why}"):
+        check_general(GeneralConfig(tasks=("wrong",), include_path=str(tmp_path)), codec, "tiny")
 
 
 def test_a_missing_library_is_named_with_the_line_to_type(

@@ -84,7 +84,12 @@ def _with_file(backbone: Any) -> Any:
             f"backbone.chat_template: '{value}' has {file.stat().st_size:,} bytes: expected a template of up to "
             f"{LARGEST:,} bytes whose name ends in {' or '.join(SUFFIXES)}, since it is copied into the bank"
         )
-    return {**backbone, "chat_template": file.read_text(encoding="utf-8")}
+    try:
+        return {**backbone, "chat_template": file.read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"backbone.chat_template: '{value}' cannot be read ({error}): expected a readable file in UTF-8"
+        ) from error
 
 
 def _is_source(value: str) -> bool:

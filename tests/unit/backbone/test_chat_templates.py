@@ -263,6 +263,9 @@ def test_a_template_is_a_file_or_chatml_and_is_kept_itself(tmp_path: Path) -> No
     assert BackboneConfig(chat_template="chatml").chat_template == CHATML
     with pytest.raises(ConfigError, match=r"template 'none.jinja' is no file: expected a Jinja file, or chatml"):
         from_tree({"backbone": {"chat_template": "none.jinja"}})
+    (tmp_path / "mine.jinja").write_bytes("{{ 'ä' }}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"mine\.jinja' cannot be read \(.*\): expected a readable file in UTF-8"):
+        from_tree({"backbone": named})
 
 
 def test_a_record_names_no_file_and_no_other_file_is_taken_for_a_template(tmp_path: Path) -> None:
