@@ -233,7 +233,9 @@ def _first(prediction: str, reference: str) -> float:
     """Compare first words; a reference of several, by which wrong answers would be right, is refused."""
     words = _words(reference)
     if len(words) != 1:
-        raise DataError(f"reference '{reference}' is not one word, which first-word metrics need: use 'exact_match'")
+        raise DataError(
+            f"reference '{reference:.60}' is not one word, which first-word metrics need: use 'exact_match'"
+        )
     return float(first_word(prediction) == words[0])
 
 

@@ -261,5 +261,8 @@ class SentenceEncoder:
         queries = self._computed(texts) if texts else torch.zeros(0, self.width)
         cut, self.truncated = self.truncated - before, before
         if cache is not None:
-            write_sealed(cache, file, key, save({"queries": queries.contiguous()}), truncated=cut)
+            try:
+                write_sealed(cache, file, key, save({"queries": queries.contiguous()}), truncated=cut)
+            except StorageError as error:
+                log.warning("queries are not kept: %s", error)
         return queries, cut

@@ -246,6 +246,10 @@ def test_many_texts_are_encoded_once_by_all_and_kept(tmp_path: Path, monkeypatch
     monkeypatch.setattr(again, "_computed", lambda texts: pytest.fail(f"{texts} were encoded again"))
     queries = again.embed_all(texts, (0, 2), lambda part: [(held, 0) for held in parts])
     torch.testing.assert_close(queries, single.embed(texts), atol=1e-5, rtol=1e-4)
+    (tmp_path / "file").touch()
+    without = SentenceEncoder(EncoderConfig(), tmp_path / "file" / "folder")
+    monkeypatch.setattr(without, "_computed", single.embed)
+    assert torch.equal(without.embed_all(texts, (0, 1), lambda part: [part]), single.embed(texts)), "nothing is kept"
 
 
 def test_an_encoder_that_breaks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
