@@ -33,6 +33,7 @@ from raycl.backbone.model_files import (
     folder_of,
     present_folder,
     resolve_path,
+    unused_revision,
 )
 from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import check_limits, join_last_states
@@ -103,7 +104,9 @@ class BackboneConfig(Section):
     )
 
     def unused_settings(self) -> Iterator[tuple[str, str]]:
-        """Yield the settings that only encoder-only models' label heads read, and those of decoder-only models."""
+        """Yield the settings that only encoder-only models' label heads read, those of decoder-only models, and of the
+        hub."""
+        yield from unused_revision(self.name)
         known = known_capabilities(self)
         if known is not None and known.answers == "text":
             yield "pooling", because_of_kind(self)

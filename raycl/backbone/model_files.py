@@ -5,7 +5,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -61,6 +61,12 @@ def resolve_path(name: str) -> str:
     """Return a local folder as an absolute path (workers run in another directory); other names are unchanged."""
     folder = Path(name).expanduser()
     return str(folder.absolute()) if name not in PACKAGED and folder.is_dir() else name
+
+
+def unused_revision(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the setting `revision` and why it has no effect, unless a model is of the hub."""
+    if name in PACKAGED or Path(name).is_dir():
+        yield "revision", f"name={name}, which is no model of the hub"
 
 
 def is_local(name: str) -> bool:

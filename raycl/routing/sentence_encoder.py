@@ -10,7 +10,7 @@ of the encoder.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +27,7 @@ from raycl.backbone.model_files import (
     identity_files,
     only_pickled,
     resolve_path,
+    unused_revision,
 )
 from raycl.backbone.model_hashes import fingerprint_of
 from raycl.backbone.positions import positions_of
@@ -66,6 +67,10 @@ class EncoderConfig(Section):
         False,
         description="accept weights that are not safetensors (pickles can run code); only the command line may set it",
     )
+
+    def unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Yield the setting of models of the hub."""
+        yield from unused_revision(self.name)
 
 
 class SentenceEncoder:
