@@ -60,6 +60,7 @@ class Storage:
         endpoint: address of an S3-compatible server other than AWS (the URI's `endpoint_override`).
         retry_s: how long operations of a store that does not answer are retried, with growing pauses.
         region: region of an S3 URI that names one (`region`); None: as AWS_* variables say.
+        options: the URI's other parameters, `name=value`.
     """
 
     uri: str
@@ -68,6 +69,7 @@ class Storage:
     endpoint: str | None = None
     retry_s: float = 0.0
     region: str | None = None
+    options: tuple[str, ...] = ()
 
     @staticmethod
     def at(uri: str | Path) -> Storage:
@@ -94,8 +96,13 @@ class Storage:
             ) from error
         if isinstance(filesystem, pafs.LocalFileSystem):  # names below it may hold signs that a URI cannot have
             return Storage(root, filesystem, root.rstrip("/"))
-        place, region = text.partition("?")[0].rstrip("/"), _query(text).get("region", [None])[0]
-        return Storage(place, filesystem, root.rstrip("/"), _endpoint(text), region=region)
+        place, _, query = text.partition("?")
+        region, endpoint = _query(text).get("region", [None])[0], _endpoint(text)
+        named = {"region", *(() if endpoint is None else ("scheme", "endpoint_override"))}
+        options = [option for option in query.split("&") if option and option.partition("=")[0] not in named]
+        return Storage(
+            *(place.rstrip("/"), filesystem, root.rstrip("/"), endpoint), region=region, options=tuple(sorted(options))
+        )
 
     @property
     def address(self) -> str:
@@ -104,6 +111,7 @@ class Storage:
         if self.endpoint is not None:
             scheme, _, host = self.endpoint.partition("://")
             query += [f"scheme={scheme}", f"endpoint_override={host}"]
+        query += self.options
         return f"{self.uri}?{'&'.join(query)}" if query else self.uri
 
     @property

@@ -322,9 +322,13 @@ def test_the_region_of_a_uri_is_that_of_every_request(
     s3_uri: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pyarrow and boto3 sign for it, in other processes too."""
-    store = Storage.at(f"{s3_uri('elsewhere')}&region=eu-west-1").sub("folder")
+    store = Storage.at(f"{s3_uri('elsewhere')}&region=eu-west-1&allow_bucket_deletion=true").sub("folder")
     again = Storage.at(store.address)
-    assert again == store and again.filesystem.region == "eu-west-1"
+    assert (
+        store.address.endswith("&allow_bucket_deletion=true")
+        and again == store
+        and again.filesystem.region == "eu-west-1"
+    )
     regions: list[object] = []
     client = boto3.client
 
