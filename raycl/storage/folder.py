@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -367,11 +367,15 @@ class Storage:
         Raises:
             StorageError: it cannot be removed.
         """
-        kind = self._kind(name)
-        if kind == pafs.FileType.Directory:
-            self._with_retries("delete", name, lambda: self.filesystem.delete_dir(self.path(name)))
-        elif kind == pafs.FileType.File:
-            self._with_retries("delete", name, lambda: self.filesystem.delete_file(self.path(name)))
+        kinds = {pafs.FileType.Directory: self.filesystem.delete_dir, pafs.FileType.File: self.filesystem.delete_file}
+        remove = kinds.get(self._kind(name))
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):  # of two that remove it, one comes later
+                if remove is not None:
+                    remove(self.path(name))
+
+        self._with_retries("delete", name, delete)
 
     def read_json(self, name: str) -> Any:
         """Parse a JSON file.

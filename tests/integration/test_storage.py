@@ -16,6 +16,7 @@ from pathlib import Path
 import boto3
 import pytest
 from fork_server import Call, ForkServer
+from pyarrow import fs
 
 from raycl.errors import AlreadyExistsError, DamagedError, StorageError
 from raycl.storage import Storage
@@ -99,6 +100,14 @@ def test_create_is_exclusive_and_leaves_the_first_content(store: Storage) -> Non
     store.delete("folder/commit")
     store.create("folder/commit", b"third")
     assert store.read("folder/commit") == b"third"
+
+
+@pytest.mark.parametrize("kind", [fs.FileType.File, fs.FileType.Directory])
+def test_what_another_process_removes_meanwhile_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: fs.FileType
+) -> None:
+    monkeypatch.setattr(Storage, "_kind", lambda self, name: kind)
+    Storage.at(tmp_path).delete("gone")
 
 
 @pytest.mark.parametrize("said", [errno.EEXIST, errno.ESTALE])
@@ -380,7 +389,6 @@ def _twice(client: Callable[..., object]) -> Callable[..., object]:
 
 
 def test_other_file_systems_refuse_to_commit(tmp_path: Path) -> None:
-    from pyarrow import fs
 
     store = Storage("mock://here", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "")
     with pytest.raises(StorageError, match="offers no exclusive creation"):
