@@ -147,7 +147,7 @@ class Storage:
         """
         return sorted(info.base_name for info in self._below(name) if not UNFINISHED.search(info.base_name))
 
-    def folders(self, name: str = "") -> list[Storage]:
+    def folders(self, name: str = "") -> Sequence[Storage]:
         """Return the folders directly below a folder, by name; empty if it does not exist.
 
         Raises:

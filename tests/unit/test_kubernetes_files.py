@@ -12,6 +12,8 @@ import jsonschema
 import pytest
 import yaml
 
+from raycl.training.definition.settings import LaunchConfig
+
 CLUSTER = Path(__file__).resolve().parents[2] / "cluster"
 README = (CLUSTER / "README.md").read_text()
 FILES = {path.name: list(yaml.safe_load_all(path.read_text())) for path in sorted(CLUSTER.glob("kuberay-*.yaml"))}
@@ -160,3 +162,12 @@ def test_every_pod_has_the_hub_token(name: str, manifest: dict[str, Any]) -> Non
             item["valueFrom"]["secretKeyRef"] for item in pod["containers"][0]["env"] if item["name"] == "HF_TOKEN"
         ]
         assert [token["optional"] for token in tokens] == [True], group
+
+
+@pytest.mark.parametrize(("name", "manifest"), RAY, ids=[name for name, _ in RAY])
+def test_pods_of_runs_have_the_time_that_a_checkpoint_may_take(name: str, manifest: dict[str, Any]) -> None:
+    """Drivers run on the head; Kubernetes ends a pod after 30 seconds otherwise."""
+    drives = manifest["kind"] != "RayService"
+    for group, pod in pods(manifest):
+        if drives or group != "head":
+            assert pod.get("terminationGracePeriodSeconds", 30) > LaunchConfig().grace_s, f"{name}: {group}"
