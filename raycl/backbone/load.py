@@ -232,7 +232,7 @@ def load_backbone(
         model, found = _loader(kind).from_pretrained(
             where, **options, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        _check_complete(config.name, found)
+        check_complete(f"backbone '{config.name}'", found)
         make_consistent(model, dtype)
         head = _language_head(model, where, options) if use.learns_texts and kind == "encoder" else None
     if config.gradient_checkpointing:
@@ -245,11 +245,12 @@ def load_backbone(
     return backbone if use.on_host else backbone.to(device)
 
 
-def _check_complete(name: str, found: Mapping[str, Any]) -> None:
+def check_complete(model: str, found: Mapping[str, Any]) -> None:
     """Check that a checkpoint holds all weights of the model, which otherwise would be drawn at random.
 
     Args:
-        found: Transformers' account of the loading. A pooler may be missing, since it is not read.
+        model: the model's name in messages. found: Transformers' account of the loading. A pooler may be missing, since
+            it is not read.
 
     Raises:
         BackboneError: it lacks some, or has them in other shapes.
@@ -259,13 +260,13 @@ def _check_complete(name: str, found: Mapping[str, Any]) -> None:
         others = sorted(found["unexpected_keys"])
         instead = f", and have others, such as '{others[0]}'" if others else ""
         raise BackboneError(
-            f"the weights of backbone '{name}' lack {counted(len(missing), 'tensor')} of the model that config.json "
+            f"the weights of {model} lack {counted(len(missing), 'tensor')} of the model that config.json "
             f"describes, such as '{missing[0]}'{instead}: expected a whole checkpoint, save the model again by "
             "save_pretrained"
         )
     for key, stored, wanted in sorted(found["mismatched_keys"]):
         raise BackboneError(
-            f"the weights of backbone '{name}' have '{key}' with the shape {list(stored)}, and config.json describes "
+            f"the weights of {model} have '{key}' with the shape {list(stored)}, and config.json describes "
             f"{list(wanted)}: expected the config.json that these weights were saved with"
         )
 

@@ -93,6 +93,14 @@ def test_the_width_is_that_of_the_layer_that_is_read(layered: Path, tmp_path: Pa
         _ = encoder(tmp_path).width
 
 
+def test_an_encoder_whose_weights_do_not_fill_it_is_refused(lab: Lab, tmp_path: Path) -> None:
+    folder = shutil.copytree(lab.model_folder("bert"), tmp_path / "encoder")
+    file = folder / "model.safetensors"
+    save_file({f"module.{name}": weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(BackboneError, match=r"^the weights of encoder '.*' lack \d+ tensors of the model .* 'module\."):
+        encoder(folder).embed(TEXTS)
+
+
 def test_all_weights_are_part_of_the_identity_and_nothing_else(layered: Path, pickled: Path) -> None:
     whole = fingerprint_of(str(layered))
     save_file({"linear.weight": torch.zeros(8, 32)}, layered / "2_Dense" / "model.safetensors")
