@@ -232,7 +232,7 @@ def load_backbone(
         model, found = _loader(kind).from_pretrained(
             where, **options, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        check_complete(f"backbone '{config.name}'", found)
+        _check_complete(f"backbone '{config.name}'", found)
         make_consistent(model, dtype)
         head = _language_head(model, where, options) if use.learns_texts and kind == "encoder" else None
     if config.gradient_checkpointing:
@@ -245,7 +245,7 @@ def load_backbone(
     return backbone if use.on_host else backbone.to(device)
 
 
-def check_complete(model: str, found: Mapping[str, Any]) -> None:
+def _check_complete(model: str, found: Mapping[str, Any]) -> None:
     """Check that a checkpoint holds all weights of the model, which otherwise would be drawn at random.
 
     Args:
@@ -269,6 +269,23 @@ def check_complete(model: str, found: Mapping[str, Any]) -> None:
             f"the weights of {model} have '{key}' with the shape {list(stored)}, and config.json describes "
             f"{list(wanted)}: expected the config.json that these weights were saved with"
         )
+
+
+@lru_cache(maxsize=16)
+def check_weights(kind: Any, folder: str, identity: str, model: str, allow_pickle: bool) -> None:
+    """Check that a folder holds all weights of a model that another library loads, once for each identity in a process.
+
+    Args:
+        kind: Transformers' class. identity: hash of the model's files, by which the check is kept. model: its name in
+            messages.
+
+    Raises:
+        BackboneError: it lacks some, or has them in other shapes.
+    """
+    with ONE_AT_A_TIME:
+        whole = {"use_safetensors": None if allow_pickle else True, "output_loading_info": True}
+        _, found = kind.from_pretrained(folder, ignore_mismatched_sizes=True, **whole)
+    _check_complete(model, found)
 
 
 def _language_head(model: nn.Module, where: str, options: dict[str, Any]) -> LanguageHead:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,7 @@ from pydantic import AfterValidator, Field
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from raycl.backbone.load import check_complete
+from raycl.backbone.load import check_weights
 from raycl.backbone.model_files import (
     CONFIG,
     LAYER,
@@ -140,7 +139,7 @@ class SentenceEncoder:
                     f"encoder '{self.config.name}' cannot be loaded: {' '.join(str(error).split())[:300]}; expected "
                     "'minilm', a hub id or the folder of a sentence-transformers model"
                 ) from error
-            _check_weights(type(self._model[0].auto_model), folder, self.fingerprint, self.config)
+            self._check_weights(folder)
             limits = [self.config.max_tokens, self._model.tokenizer.model_max_length]
             positions = positions_of(self._model[0].auto_model)
             self._model.max_seq_length = min(limits if positions is None else [*limits, positions])
@@ -149,6 +148,12 @@ class SentenceEncoder:
                 self._model[0].auto_model.config.output_hidden_states = True
                 self._shorten()
         return self._model
+
+    def _check_weights(self, folder: Path) -> None:
+        """Check that the transformer's weights are all there, since Sentence Transformers draws others at random."""
+        place = folder if (folder / CONFIG).is_file() else min(folder.glob(LAYER))
+        kind, model = type(self._model[0].auto_model), f"encoder '{self.config.name}'"
+        check_weights(kind, str(place), self.fingerprint, model, self.config.allow_pickle)
 
     def _shorten(self) -> None:
         """Drop the layers above the one that is read, where queries stay exactly the same."""
@@ -275,17 +280,3 @@ class SentenceEncoder:
             except StorageError as error:
                 log.warning("queries are not kept: %s", error)
         return queries, cut
-
-
-@lru_cache(maxsize=16)
-def _check_weights(kind: Any, folder: Path, _: str, config: EncoderConfig) -> None:
-    """Check that the transformer's weights are all in its folder, once for each identity in a process.
-
-    Raises:
-        BackboneError: some are not; Sentence Transformers would draw them at random.
-    """
-    place = folder if (folder / CONFIG).is_file() else min(folder.glob(LAYER))
-    with ONE_AT_A_TIME:
-        whole = {"use_safetensors": None if config.allow_pickle else True, "output_loading_info": True}
-        _, found = kind.from_pretrained(place, ignore_mismatched_sizes=True, **whole)
-    check_complete(f"encoder '{config.name}'", found)

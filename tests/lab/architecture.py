@@ -60,7 +60,11 @@ DOORS = {
     "botocore": ("raycl/storage/remote.py",),
     "google": ("raycl/storage/remote.py",),
     "datasets": ("raycl/data/sources/hub.py",),
-    "jinja2": ("raycl/backbone/markup/render_process.py", "raycl/operations/report/page/"),
+    "jinja2": (
+        "raycl/backbone/markup/render_process.py",
+        "raycl/operations/report/page/",
+        "raycl/scoring/general_ability.py",
+    ),
     "faiss": ("raycl/routing/code_index.py",),
     "peft": ("raycl/operations/banks/fusion.py", "benchmarks/"),
     "optuna": ("raycl/operations/sweep/search/searchers.py",),
