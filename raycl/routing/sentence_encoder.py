@@ -152,8 +152,8 @@ class SentenceEncoder:
     def _check_weights(self, folder: Path) -> None:
         """Check that the transformer's weights are all there, since Sentence Transformers draws others at random."""
         place = folder if (folder / CONFIG).is_file() else min(folder.glob(LAYER))
-        kind, model = type(self._model[0].auto_model), f"encoder '{self.config.name}'"
-        check_weights(kind, str(place), self.fingerprint, model, self.config.allow_pickle)
+        kind: Any = type(self._model[0].auto_model)
+        check_weights(kind, str(place), self.fingerprint, f"encoder '{self.config.name}'", self.config.allow_pickle)
 
     def _shorten(self) -> None:
         """Drop the layers above the one that is read, where queries stay exactly the same."""
