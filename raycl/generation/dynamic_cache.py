@@ -123,7 +123,7 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
             use_cache=True,
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], mask, _layers(out))
+    return DynamicKVCache(out.logits[:, -1], mask, _layers(out.get("past_key_values")))
 
 
 @torch.no_grad()
@@ -176,7 +176,7 @@ def read_on(backbone: Backbone, layers: Layers, before: Tensor, ids: Tensor, mas
             use_cache=True,
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out))
+    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out.get("past_key_values")))
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
         use_cache=True,
     )
     caches = out.past_key_values
-    layers, cross = _plain(caches.self_attention_cache), _plain(caches.cross_attention_cache)
+    layers, cross = _layers(caches.self_attention_cache), _layers(caches.cross_attention_cache)
     return DynamicKVCache(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
 
 
@@ -236,7 +236,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
                 past_key_values=cache,
                 use_cache=True,
             )
-            return DynamicKVCache(out.logits[:, -1], mask, _layers(out))
+            return DynamicKVCache(out.logits[:, -1], mask, _layers(out.get("past_key_values")))
         both = EncoderDecoderCache(_cache(state.layers), _cache(state.cross))
         out = backbone.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),
@@ -246,7 +246,7 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
             past_key_values=both,
             use_cache=True,
         )
-    layers = _plain(out.past_key_values.self_attention_cache)
+    layers = _layers(out.past_key_values.self_attention_cache)
     return replace(state, logits=out.logits[:, -1], mask=mask, layers=layers)
 
 
@@ -266,12 +266,8 @@ def keeps_keys(model: nn.Module) -> bool:
     return "past_key_values" in signature(model.forward).parameters
 
 
-def _layers(out: Any) -> Layers:
-    """Return the cache of a decoder-only model's output."""
-    return _plain(out.get("past_key_values"))
-
-
-def _plain(cache: Any) -> Layers:
+def _layers(cache: Any) -> Layers:
+    """Return the keys and values of a model's cache; None: it gave none."""
     layers = [] if cache is None else cache.layers
     plain = [layer for layer in layers if type(layer).__name__ == "DynamicLayer"]
     if not plain or len(plain) != len(layers):
