@@ -1,7 +1,7 @@
 """A worker's job: it builds the parts of the run, learns the stream, and writes the run's log."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,6 @@ from raycl.storage import Storage
 from raycl.training import assembly
 from raycl.training.definition.inputs import version_changes
 from raycl.training.definition.job import TaskPart, TrainingJob
-from raycl.training.definition.settings import BankConfig
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.engines.engine import OpenEngine
 from raycl.training.phase.evaluation import StreamEvaluation
@@ -133,7 +132,11 @@ def _log_attempt(journal: Journal | None, storage: Storage, stack: ExitStack) ->
 def _begun(
     job: TrainingJob, worker: Worker, config: RunConfig, storage: Storage, control: Control
 ) -> tuple[TrainingContext, OpenEngine]:
-    """Return the parts of the run; of one that starts from a snapshot, with what that has learned."""
+    """Return the parts of the run; of one that starts from a snapshot, with what that has learned. Collective.
+
+    Raises:
+        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
+    """
     world = worker.world
     build = partial(assembly.build, config, world, job.singles, job.replaces, job.commit)
     context, open_engine = build()
@@ -142,33 +145,33 @@ def _begun(
     if config.bank.start and not world.broadcast(has_begun):
         before: dict[str, Score] = {}
         if config.bank.revise:
-            before = scores_of(config.bank.start, context, storage, world, worker.shared, control)
+            before = _scores_of(config.bank.start, context, storage, worker, control)
             context, open_engine = build()
-        start_from_bank(config.bank, context, storage, world, worker.shared, before)
+        with world.shared_errors():
+            if world.is_first:
+                bank, snapshot = snapshot_at(config.bank.start)
+                from_previous = config.bank.revise_from == "previous"
+                revision = Revision(config.bank.revise, from_previous, before) if config.bank.revise else None
+                start_from_snapshot(
+                    bank, snapshot, context, TensorObjects(storage, bank.storage, worker.shared), revision
+                )
     return context, open_engine
 
 
-def scores_of(
-    start: str,
-    context: TrainingContext,
-    storage: Storage,
-    world: DistributedContext,
-    shared: SharedReader | None,
-    control: Control,
+def _scores_of(
+    start: str, context: TrainingContext, storage: Storage, worker: Worker, control: Control
 ) -> dict[str, Score]:
     """Return the score of every task of the stream with the snapshot as it is. Collective; the context is used up.
 
     Where each task has a model of its own, the newest task's model is evaluated, and the run's records have the others'
     scores.
-
-    Raises:
-        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
     """
+    world = worker.world
     with world.shared_errors():
         bank, snapshot = snapshot_at(start)
         if world.is_first:
             check_backbone(snapshot, context)
-        done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, shared))
+        done, phases = read_training_state(bank, snapshot, TensorObjects(storage, bank.storage, worker.shared))
     context.method.load_state_dict(done.method, done.frozen_state)
     context.load_learned(done.parameters)
     if world.is_first:
@@ -189,29 +192,6 @@ def scores_of(
     if context.schedule.one_model_per_task and phases:
         row = {**{name: Score(**cell) for name, cell in phases[-1]["row"].items()}, **row}
     return row
-
-
-def start_from_bank(
-    config: BankConfig,
-    context: TrainingContext,
-    storage: Storage,
-    world: DistributedContext,
-    shared: SharedReader | None,
-    before: Mapping[str, Score],
-) -> None:
-    """Begin the run with the snapshot's training state. Collective: errors are raised by all workers.
-
-    Args:
-        before: `scores_of` the snapshot, for a run that learns a task again; empty for others.
-
-    Raises:
-        BankError: the snapshot is of another backbone, or its training state is missing or damaged.
-    """
-    with world.shared_errors():
-        if world.is_first:
-            bank, snapshot = snapshot_at(str(config.start))
-            revision = Revision(config.revise, config.revise_from == "previous", before) if config.revise else None
-            start_from_snapshot(bank, snapshot, context, TensorObjects(storage, bank.storage, shared), revision)
 
 
 def _close(tracker: Tracker, kind: type[BaseException] | None, error: object, trace: object) -> None:
