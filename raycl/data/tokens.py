@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,21 +33,6 @@ class TokenColumns:
     source_ids: list[NDArray[np.int32]]
     target_ids: list[NDArray[np.int32]]
     labels: NDArray[np.int32]
-
-
-class TokenRows(Protocol):
-    """Tokenised rows of one task, numbered from 0, as a loader reads them."""
-
-    task: Task
-
-    def __len__(self) -> int: ...
-    @property
-    def has_targets(self) -> bool: ...
-    @property
-    def source_lengths(self) -> NDArray[np.int64]: ...
-    def columns(self, rows: RowIndices) -> TokenColumns: ...
-    def texts(self, rows: RowIndices) -> list[str]: ...
-    def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -200,6 +185,10 @@ class HeldRows:
     def row_numbers(self, rows: RowIndices) -> NDArray[np.int64]:
         """Return zeros, since the rows are in no file."""
         return np.zeros(len(rows), dtype=np.int64)
+
+
+TokenRows = TokenTable | HeldRows
+"""Tokenised rows of one task, numbered from 0, as a loader reads them."""
 
 
 def drawn_rows(table: TokenTable, count: int, draw: torch.Generator) -> list[int]:

@@ -176,10 +176,6 @@ class _SharedPrompt:
 
     def followed_by(self, rests: Sequence[Sequence[int]]) -> DynamicKVCache:
         """Read the rest of each prompt, at least one token; the mixture of all rows must be active."""
-        count, longest = len(rests), max(map(len, rests))
-        device, pad_id = self._backbone.device, self._backbone.codec.pad_id
-        ids = torch.tensor([[*[pad_id] * (longest - len(rest)), *rest] for rest in rests], device=device)
-        mask = torch.tensor([[0] * (longest - len(rest)) + [1] * len(rest) for rest in rests], device=device)
-        each = (count, -1, -1, -1)
+        each = (len(rests), -1, -1, -1)
         layers = [(keys.expand(each), values.expand(each)) for keys, values in self._state.layers]
-        return read_on(self._backbone, layers, self._state.mask.expand(count, -1), ids, mask)
+        return read_on(self._backbone, layers, self._state.mask.expand(len(rests), -1), rests)

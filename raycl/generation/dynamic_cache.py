@@ -160,12 +160,14 @@ def prompt_logprobs(backbone: Backbone, ids: Sequence[int], count: int) -> list[
 
 
 @torch.no_grad()
-def read_on(backbone: Backbone, layers: Layers, before: Tensor, ids: Tensor, mask: Tensor) -> DynamicKVCache:
-    """Continue the sequences of a decoder-only model by several tokens; the mixture of all must be open.
+def read_on(backbone: Backbone, layers: Layers, before: Tensor, rests: Sequence[Sequence[int]]) -> DynamicKVCache:
+    """Continue the sequences of a decoder-only model by at least one token each; the mixture of all must be open.
 
     Args:
-        layers, before: caches and mask `[B, P]` of the tokens so far. ids, mask: `[B, L]`, padded on the left.
+        layers, before: caches and mask `[B, P]` of the tokens so far. rests: ids that follow in each row.
     """
+    prompts = batch_of(rests, backbone.codec.pad_id).to(backbone.device)
+    ids, mask = pad_left(prompts.source_ids, prompts.source_mask)
     full_mask = torch.cat([before, mask], dim=1)
     with backbone.precision(), _ends_alone(backbone.model):
         out = backbone.model(

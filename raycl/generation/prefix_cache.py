@@ -181,13 +181,9 @@ class PrefixCache:
                 whole = torch.cat([block.states for block in blocks], dim=2)
                 states[:, row, :, wide - length :] = whole[:, :, :length]
         layers = list(zip(states[::2], states[1::2], strict=True))
-        rests = [list(prompt.ids[length:]) for prompt, length in zip(prompts, kept, strict=True)]
-        gaps, pad_id = [most - len(rest) for rest in rests], backbone.codec.pad_id
-        ids = torch.tensor([[pad_id] * gap + rest for gap, rest in zip(gaps, rests, strict=True)])
-        mask = torch.tensor([[0] * gap + [1] * (most - gap) for gap in gaps])
+        rests = [prompt.ids[length:] for prompt, length in zip(prompts, kept, strict=True)]
         before = torch.tensor([[0] * (wide - length) + [1] * length for length in kept])
-        device = backbone.device
-        return read_on(backbone, layers, before.to(device), ids.to(device), mask.to(device))
+        return read_on(backbone, layers, before.to(backbone.device), rests)
 
     def _found(self, prompt: ScopedPrompt) -> list[_PrefixBlock]:
         """Return the blocks that the prompt begins with."""

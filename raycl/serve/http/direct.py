@@ -55,12 +55,9 @@ class DirectEndpoints:
             is_read = True
             return first
 
-        if first["type"] != "http.request" or first.get("more_body", False):
-            await self.app(scope, again, send)
-            return
         try:
             request = kind.model_validate(json.loads(first.get("body", b"")))
-        except (ValueError, RecursionError):  # FastAPI says what is wrong with it
+        except (ValueError, RecursionError):  # not all of the body, or FastAPI says what is wrong with it
             await self.app(scope, again, send)
             return
         is_read = True

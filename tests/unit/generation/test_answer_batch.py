@@ -248,12 +248,12 @@ def test_the_last_feed_forward_block_reads_the_last_position_alone(kind: str, la
     sources = backbone.codec.encode_source(SOURCES)
     begun, columns = dynamic_cache.begin(backbone, sources), max(map(len, sources))
     assert seen == [columns, 1]
-    more, ones = torch.full((len(sources), 3), 5), torch.ones(len(sources), 3, dtype=torch.long)
-    goes_on = dynamic_cache.read_on(backbone, begun.layers, begun.mask, more, ones)
+    more = [[5, 5, 5]] * len(sources)
+    goes_on = dynamic_cache.read_on(backbone, begun.layers, begun.mask, more)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_cache, "ADDED", ())
         whole = dynamic_cache.begin(backbone, sources)
-        on = dynamic_cache.read_on(backbone, whole.layers, whole.mask, more, ones)
+        on = dynamic_cache.read_on(backbone, whole.layers, whole.mask, more)
     assert seen == [columns, 1, 3, 1, columns, columns, 3, 3]
     for mine, its in ((begun, whole), (goes_on, on)):
         torch.testing.assert_close(mine.logits, its.logits)
