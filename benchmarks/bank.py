@@ -154,7 +154,7 @@ def _read(address: str, number: int) -> tuple[float, int, float, int]:
     took = time.perf_counter() - began
     private = psutil.Process().memory_full_info().uss
     began = time.perf_counter()
-    states = list(mapped.values())
+    states = list(map(mapped, names))
     opening = time.perf_counter() - began
     for state in states:
         _touch(state)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -179,23 +179,6 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class _Mapped(Mapping[str, AdapterState]):
-    """Adapters by name, unpacked when they are looked up: thousands are mapped in a moment."""
-
-    def __init__(self, snapshot: Snapshot, held: Mapping[str, Sequence[Any]]) -> None:
-        self._snapshot, self._held = snapshot, held
-
-    def __getitem__(self, name: str) -> AdapterState:
-        entry, buffer = self._held[name]
-        return unpack(buffer, entry, self._snapshot.layouts[entry.layout])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
 class ObjectStoreCache:
     """A reader's view of a bank through the object store.
 
@@ -244,8 +227,8 @@ class ObjectStoreCache:
             .remote(self.bank.storage.address, self.capacity)
         )
 
-    def fetch(self, snapshot: Snapshot, names: Sequence[str]) -> Mapping[str, AdapterState]:
-        """Return adapters of a snapshot, mapped into this process; each becomes tensors when it is looked up.
+    def fetch(self, snapshot: Snapshot, names: Sequence[str]) -> Callable[[str], AdapterState]:
+        """Map adapters of a snapshot into this process, and return a function from the name of one to its state.
 
         The tensors look into the node's shared memory and are read-only; it stays mapped while anything refers to it.
 
@@ -254,7 +237,13 @@ class ObjectStoreCache:
         """
         entries = [snapshot.adapter(name) for name in names]
         buffers = self.read_objects([(str(entry), entry.tensors) for entry in entries])
-        return _Mapped(snapshot, {entry.name: pair for entry, *pair in zip(entries, entries, buffers, strict=True)})
+        mapped = {entry.name: (entry, buffer) for entry, buffer in zip(entries, buffers, strict=True)}
+
+        def unpacked(name: str) -> AdapterState:
+            entry, buffer = mapped[name]
+            return unpack(buffer, entry, snapshot.layouts[entry.layout])
+
+        return unpacked
 
     def source(self, snapshot: Snapshot) -> Callable[[str], AdapterState]:
         """Return a function from the name of an adapter to its state.
@@ -262,18 +251,10 @@ class ObjectStoreCache:
         All adapters are requested at once when the first one is needed, if the cache can keep them; otherwise every
         reader would read them into memory of its own, so each is requested when it is needed.
         """
-        names = [entry.name for entry in snapshot.adapters]
-        at_once = sum(entry.tensors.bytes for entry in snapshot.adapters) <= self.capacity
-        mapped: Mapping[str, AdapterState] = {}
-
-        def fetch(name: str) -> AdapterState:
-            nonlocal mapped
-            if at_once:
-                mapped = mapped or self.fetch(snapshot, names)
-                return mapped[name]
-            return self.fetch(snapshot, [name])[name]
-
-        return fetch
+        if sum(entry.tensors.bytes for entry in snapshot.adapters) > self.capacity:
+            return lambda name: self.fetch(snapshot, [name])(name)
+        at_once = cache(lambda: self.fetch(snapshot, [entry.name for entry in snapshot.adapters]))
+        return lambda name: at_once()(name)
 
     def check(self, wanted: Sequence[NamedObject]) -> None:
         """Check objects; the cache actor reads each once.

@@ -81,22 +81,23 @@ class Reader:
         object_store_cache = ObjectStoreCache(result)
         object_store_cache.fetch(opened, snapshot[:1])
         before = psutil.Process().memory_full_info()
-        self.states = object_store_cache.fetch(opened, snapshot)
-        total = sum(float(t.sum()) for s in self.states.values() for pair in s.linears.values() for t in pair)
+        self.states = list(map(object_store_cache.fetch(opened, snapshot), snapshot))
+        total = sum(float(t.sum()) for s in self.states for pair in s.linears.values() for t in pair)
         after = psutil.Process().memory_full_info()
         return (after.uss - before.uss) / 2**20, (after.rss - before.rss) / 2**20, total
 
 
 def test_readers_share_one_copy(snapshot: tuple[Bank, Snapshot], object_store_cache: ObjectStoreCache) -> None:
     bank, opened = snapshot
-    mine = object_store_cache.fetch(opened, [f"a{n}" for n in range(COUNT)])
-    assert all(is_right(mine[f"a{n}"], n) for n in range(COUNT))
+    names = [f"a{n}" for n in range(COUNT)]
+    mine = list(map(object_store_cache.fetch(opened, names), names))
+    assert all(is_right(state, n) for n, state in enumerate(mine))
     readers = [Reader.remote() for _ in range(2)]  # type: ignore[attr-defined]
     for reader in readers:
         private, mapped, total = ray.get(reader.read.remote(bank.storage.address, opened.number))
         assert mapped > 0.9 * COUNT * BYTES / 2**20, "the reader did not touch the shared memory"
         assert private < 0.2 * COUNT * BYTES / 2**20, f"{private:.1f} MiB were copied"
-        expected = sum(float(t.sum()) for s in mine.values() for pair in s.linears.values() for t in pair)
+        expected = sum(float(t.sum()) for s in mine for pair in s.linears.values() for t in pair)
         assert total == expected
     assert object_store_cache.held()[0] == COUNT
 
@@ -119,8 +120,8 @@ def test_the_cache_survives_a_killed_actor_and_requests_lost_references_again(
     old = cache_actor_pid(object_store_cache)
     os.kill(old, signal.SIGKILL)
     again = object_store_cache.fetch(opened, ["a1", "a2"])
-    assert is_right(again["a1"], 1) and is_right(again["a2"], 2)
-    assert is_right(held["a0"], 0) and is_right(held["a1"], 1), "what was mapped must stay as it was"
+    assert is_right(again("a1"), 1) and is_right(again("a2"), 2)
+    assert is_right(held("a0"), 0) and is_right(held("a1"), 1), "what was mapped must stay as it was"
     assert cache_actor_pid(object_store_cache) != old
 
     facts = opened.adapter("a3").tensors
@@ -137,7 +138,7 @@ def test_the_cache_survives_a_killed_actor_and_requests_lost_references_again(
         for _ in range(300):
             ray.get(dead)
             time.sleep(0.1)
-    assert is_right(object_store_cache.fetch(opened, ["a3"])["a3"], 3)
+    assert is_right(object_store_cache.fetch(opened, ["a3"])("a3"), 3)
 
 
 def test_a_full_cache_evicts_the_least_recently_used(snapshot: tuple[Bank, Snapshot], tmp_path: Path) -> None:
@@ -145,10 +146,10 @@ def test_a_full_cache_evicts_the_least_recently_used(snapshot: tuple[Bank, Snaps
     object_store_cache = ObjectStoreCache(snapshot[0], capacity_mb=4.5)
     try:
         for number in range(8):
-            assert is_right(object_store_cache.fetch(opened, [f"a{number}"])[f"a{number}"], number)
+            assert is_right(object_store_cache.fetch(opened, [f"a{number}"])(f"a{number}"), number)
         assert object_store_cache.held()[0] == 4
         everything = object_store_cache.fetch(opened, [f"a{n}" for n in range(COUNT)])
-        assert all(is_right(everything[f"a{n}"], n) for n in range(COUNT)), "more at once than it keeps"
+        assert all(is_right(everything(f"a{n}"), n) for n in range(COUNT)), "more at once than it keeps"
     finally:
         object_store_cache.close()
 
@@ -163,7 +164,7 @@ def test_damaged_file_is_refused_by_name(snapshot: tuple[Bank, Snapshot], object
             object_store_cache.fetch(opened, ["a5"])
     finally:
         path.write_bytes(whole)
-    assert is_right(object_store_cache.fetch(opened, ["a5"])["a5"], 5)
+    assert is_right(object_store_cache.fetch(opened, ["a5"])("a5"), 5)
 
 
 def test_a_closed_cache_is_an_error_and_other_readers_start_another(snapshot: tuple[Bank, Snapshot]) -> None:
@@ -173,7 +174,7 @@ def test_a_closed_cache_is_an_error_and_other_readers_start_another(snapshot: tu
     object_store_cache.close()
     with pytest.raises(BankError, match="is closed: open it again"):
         object_store_cache.fetch(opened, ["a1"])
-    assert is_right(other.fetch(opened, ["a1"])["a1"], 1) and all(is_right(item["a0"], 0) for item in held)
+    assert is_right(other.fetch(opened, ["a1"])("a1"), 1) and all(is_right(item("a0"), 0) for item in held)
     other.close()
 
 

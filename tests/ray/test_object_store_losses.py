@@ -79,7 +79,7 @@ def test_objects_that_do_not_fit_are_read_from_the_bank(
         held = [object_store_cache.fetch(snapshot, names), object_store_cache.fetch(snapshot, names)]
     for mapped in held:
         for number, name in enumerate(names):
-            assert torch.equal(mapped[name].linears["q"][0], adapter(number).linears["q"][0])
+            assert torch.equal(mapped(name).linears["q"][0], adapter(number).linears["q"][0])
     (said,) = caplog.messages
     assert "the object store is full" in said and "read from the bank" in said and str(bank.storage.uri) in said
     assert 0 < object_store_cache.held()[0] < COUNT
@@ -121,14 +121,14 @@ def test_a_cache_whose_node_is_lost_fills_again_on_another_from_the_bank(
             break
         object_store_cache.close()
     assert node_of(object_store_cache) == second
-    held = object_store_cache.fetch(snapshot, ["a"])["a"]
+    held = object_store_cache.fetch(snapshot, ["a"])("a")
     (lost,) = (node for node in head.list_all_nodes() if node.node_id == second)
     head.remove_node(lost, allow_graceful=False)
-    at_once = object_store_cache.fetch(snapshot, ["a"])["a"]
+    at_once = object_store_cache.fetch(snapshot, ["a"])("a")
     until = time.monotonic() + 60
     while node_of(object_store_cache) in ("", second) and time.monotonic() < until:
         time.sleep(0.2)
     assert node_of(object_store_cache) not in ("", second)
-    for result in (held, at_once, object_store_cache.fetch(snapshot, ["a"])["a"]):
+    for result in (held, at_once, object_store_cache.fetch(snapshot, ["a"])("a")):
         assert torch.equal(result.linears["q"][0], low) and torch.equal(result.linears["q"][1], high)
     object_store_cache.close()
