@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ KINDS: tuple[Kind, ...] = ("keys", "discriminant")
 DENSE_UP_TO = 400
 """Up to this number of slots a mixture has columns of all of them. A text at 4,000 slots takes 3 to 4 ms so, and 1.0 to
 1.5 ms with columns of the chosen ones (one core, by keys)."""
+
+
+class JoinedSlots(NamedTuple):
+    """The slots of all tasks on one device.
+
+    Attributes:
+        keys: `[N, g, h]`. owner: `[N]` number of each one's task.
+        bounds: `[2, T]` the first slot of each task and how many it has.
+    """
+
+    keys: Tensor
+    owner: Tensor
+    bounds: Tensor
 
 
 class SlotRouter:
@@ -51,9 +64,7 @@ class SlotRouter:
         self._discriminant: Discriminant | None = None
         self._calibrator: OodCalibrator | None = None
         self._index: KeyIndex | None = None
-        self._placed: Tensor | None = None
-        self._bounds: Tensor | None = None
-        self._owner: Tensor | None = None
+        self._joined: JoinedSlots | None = None
         self._slot_names: list[str] = []
         self._names: tuple[str, ...] = ()
 
@@ -73,7 +84,7 @@ class SlotRouter:
         """Add a task whose keys and statistics are known."""
         self.tasks.append(task)
         self._keys[task], self._statistics[task] = keys_MgH, statistics
-        self._discriminant = self._calibrator = self._index = self._placed = self._bounds = self._owner = None
+        self._discriminant = self._calibrator = self._index = self._joined = None
         self._slot_names += self.slots(task)
         self._names = ()
 
@@ -128,34 +139,21 @@ class SlotRouter:
             return self.slots(task)
         return [f"{slot}-{group}" for group in range(self.groups) for slot in self.slots(task)]
 
-    def _joined_on(self, device: torch.device) -> Tensor:
-        """Return the keys of all tasks, `[N, g, h]`, on the device of queries."""
-        if self._placed is None or self._placed.device != device:
-            self._placed, self._index = torch.cat(list(self._keys.values())).to(device), None
-        return self._placed
-
-    def _bounds_on(self, device: torch.device) -> Tensor:
-        """Return `[2, T]` the first slot of each task and how many it has, on the device of queries."""
-        if self._bounds is None or self._bounds.device != device:
+    def joined_on(self, device: torch.device) -> JoinedSlots:
+        """Return the slots of all tasks on the device of queries."""
+        if self._joined is None or self._joined.keys.device != device:
             counts_T = torch.tensor([len(keys) for keys in self._keys.values()], device=device)
-            self._bounds = torch.stack([counts_T.cumsum(0) - counts_T, counts_T])
-        return self._bounds
+            owner_N = torch.arange(len(counts_T), device=device).repeat_interleave(counts_T)
+            bounds_2T = torch.stack([counts_T.cumsum(0) - counts_T, counts_T])
+            self._joined = JoinedSlots(torch.cat(list(self._keys.values())).to(device), owner_N, bounds_2T)
+            self._index = None
+        return self._joined
 
     # ---- choosing --------------------------------------------------------------------------------------------
 
     def similar(self, queries_BC: Tensor) -> Tensor:
         """Return `[B, g, N]` cosines with the slots of all tasks."""
-        return cosines(split_groups(queries_BC, self.groups), self._joined_on(queries_BC.device))
-
-    def owner(self) -> Tensor:
-        """Return `[N]` number of the task that owns each slot, on the CPU."""
-        counts = torch.tensor([len(self._keys[task]) for task in self.tasks])
-        return torch.arange(len(counts)).repeat_interleave(counts)
-
-    def _owner_on(self, device: torch.device) -> Tensor:
-        if self._owner is None or self._owner.device != device:
-            self._owner = self.owner().to(device)
-        return self._owner
+        return cosines(split_groups(queries_BC, self.groups), self.joined_on(queries_BC.device).keys)
 
     @property
     def _adapter_names(self) -> tuple[str, ...]:
@@ -191,7 +189,7 @@ class SlotRouter:
             if unknown:
                 raise RetrievalError(f"no keys of {', '.join(unknown)}: expected some of {', '.join(self.tasks)}")
             numbers = {task: self.tasks.index(task) for task in dict.fromkeys(only)}
-            owner = self._owner_on(queries_BC.device)
+            owner = self.joined_on(queries_BC.device).owner
             mine = owner == torch.tensor([numbers[task] for task in only], device=owner.device)[:, None]
             weights = slot_weights(self.similar(queries_BC), self.config, mine, self.per_group)
         return Mixture(self._adapter_names, weights)
@@ -210,7 +208,7 @@ class SlotRouter:
     def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
         """Return `[B]` number of the task that has the largest summed weight."""
         weights = self._weights(kind, queries_BC)
-        columns = self._owner_on(queries_BC.device).repeat(self.groups if self.per_group else 1)
+        columns = self.joined_on(queries_BC.device).owner.repeat(self.groups if self.per_group else 1)
         return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
 
     def confusion(self) -> dict[str, dict[str, dict[str, float]]]:
@@ -238,12 +236,12 @@ class SlotRouter:
             kind: {task: shares.get(task, 0.0) for task, shares in by_task.items()}
             for kind, by_task in (self.confusion() if confusion is None else confusion).items()
         }
-        owner = self.owner()
         percents["eq13"] = {}
         for number, task in enumerate(self.tasks):
             queries = self.dev.get(task)
             if queries is not None and len(queries):
-                counts = key_accuracy(self.similar(queries), owner == number, self.config.top_k)
+                mine = self.joined_on(queries.device).owner == number
+                counts = key_accuracy(self.similar(queries), mine, self.config.top_k)
                 percents["eq13"][task] = 100 * float(counts.float().mean())
         return percents
 
@@ -320,27 +318,27 @@ class SlotRouter:
         """
         top_k, batch = self.config.top_k, len(queries_BC)
         nearest = nearest or self.discriminant.nearest(queries_BC, top_k)
-        joined = self._joined_on(queries_BC.device)
+        joined = self.joined_on(queries_BC.device)
         chances_BT = nearest.scores[:, :top_k].softmax(1)
-        first_BT, own_BT = self._bounds_on(joined.device)[:, nearest.tasks[:, :top_k]]
-        place_m = torch.arange(int(own_BT.max()), device=joined.device)
+        first_BT, own_BT = joined.bounds[:, nearest.tasks[:, :top_k]]
+        place_m = torch.arange(int(own_BT.max()), device=own_BT.device)
         exists_BTm = place_m < own_BT[:, :, None]
         number_BTm = first_BT[:, :, None] + torch.minimum(place_m, own_BT[:, :, None] - 1)
         unit_BgH = torch.nn.functional.normalize(split_groups(queries_BC, self.groups), dim=-1)
-        unit_BTmgH = torch.nn.functional.normalize(joined[number_BTm], dim=-1)
+        unit_BTmgH = torch.nn.functional.normalize(joined.keys[number_BTm], dim=-1)
         similar_BTgm = (unit_BgH[:, None, None] * unit_BTmgH).sum(-1).transpose(2, 3)
         weights = slot_weights(similar_BTgm.flatten(0, 1), self.config, exists_BTm.flatten(0, 1), self.per_group)
         columns = number_BTm
         if self.per_group:
-            starts_g = torch.arange(self.groups, device=joined.device) * len(joined)
+            starts_g = torch.arange(self.groups, device=own_BT.device) * len(joined.keys)
             columns = (starts_g[:, None] + number_BTm[:, :, None]).flatten(2)
         return columns.flatten(1), (weights.view(batch, chances_BT.shape[1], -1) * chances_BT[:, :, None]).flatten(1)
 
     def index_on(self, device: torch.device) -> KeyIndex:
         """Return the index over the keys of all tasks so far."""
-        joined = self._joined_on(device)
+        joined = self.joined_on(device)
         if self._index is None:
-            self._index = KeyIndex(joined, self.config.top_k)
+            self._index = KeyIndex(joined.keys, self.config.top_k)
         return self._index
 
     def _weights(self, kind: Kind, queries_BC: Tensor, nearest: NearestTasks | None = None) -> Tensor:
@@ -357,7 +355,7 @@ class SlotRouter:
         """Return the weights under a discriminant, for each task from the cosines of all slots."""
         nearest = nearest or self.discriminant.nearest(queries_BC, self.config.top_k)
         chances_BT = nearest.chances(self.config.top_k, len(self.tasks))
-        similar_BgN, owner_N = self.similar(queries_BC), self._owner_on(queries_BC.device)
+        similar_BgN, owner_N = self.similar(queries_BC), self.joined_on(queries_BC.device).owner
         total = chances_BT.new_zeros(len(queries_BC), len(self._adapter_names))
         for number in chances_BT.any(0).nonzero().flatten().tolist():
             mine = (owner_N == number).expand(len(queries_BC), -1)

@@ -232,10 +232,9 @@ class OfflineModel:
         if self.answers != "label":
             tree = AllowedTokens(allowed.values(), self.codec.eos_id) if allowed else None
             sampling = Sampling(max_tokens or sys.maxsize, as_trained=not max_tokens, allowed=tree)
-        source = iter(texts)
+        selection, source = AdapterSelection({} if bare else None, task), iter(texts)
         while window := list(islice(source, WINDOW * self._engine.max_batch)):
-            given = {"keep_errors": keep_errors, "bare": bare, "templated": templated}
-            for prediction in self._window(window, task, sampling, **given):
+            for prediction in self._window(window, selection, keep_errors, sampling=sampling, templated=templated):
                 if allowed and prediction.scores:
                     known = next((label for label in prediction.scores if label in allowed), "")
                     prediction = replace(prediction, text=known)
@@ -257,36 +256,28 @@ class OfflineModel:
         Raises:
             RayclError: the router needs the task, or cannot read a text.
         """
-        return [dict(response.tasks) for response in self._window(texts, None, None, route_only=True)]
+        return [dict(response.tasks) for response in self._window(texts, AdapterSelection(), route_only=True)]
 
     def _window(
-        self,
-        texts: Sequence[Text],
-        task: str | None,
-        sampling: Sampling | None,
-        route_only: bool = False,
-        keep_errors: bool = False,
-        bare: bool = False,
-        templated: bool = True,
+        self, texts: Sequence[Text], selection: AdapterSelection, keep_errors: bool = False, **settings: Any
     ) -> list[Prediction]:
+        """Return the answer to each text.
+
+        Args:
+            settings: fields of the texts' `EngineRequest`.
+        """
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         began = time.perf_counter()
 
         def send(number: int, event: Event) -> None:
             events.put((number, event))
 
-        selection = AdapterSelection({} if bare else None, task)
-        settings: dict[str, Any] = {
-            "loaded": self._loaded,
-            "selection": selection,
-            "route_only": route_only,
-            "templated": templated,
-        }
+        settings |= {"loaded": self._loaded, "selection": selection}
         requests = []
         for number, text in enumerate(texts):
             written = text if isinstance(text, str) else text_of(text)
             is_chat = not isinstance(text, str)
-            requests.append(EngineRequest(written, partial(send, number), sampling, is_chat=is_chat, **settings))
+            requests.append(EngineRequest(written, partial(send, number), is_chat=is_chat, **settings))
         for request in sorted(requests, key=lambda text_request: -len(text_request.text)):
             self._engine.submit(request)
         answers, errors = [ServedAnswer() for _ in texts], dict[int, str]()

@@ -281,7 +281,7 @@ def test_a_large_bank_is_searched_with_the_same_weights(kind: Kind, more: int) -
     """The weights are equal where tasks have different numbers of slots, too."""
     router, texts = drawn_router(kind, 1500, more=more)
     texts = texts[: 200 if kind == "keys" else 20]
-    similar, owner = router.similar(texts), router.owner()
+    similar, owner = router.similar(texts), router.joined_on(texts.device).owner
     names = [slot for task in router.tasks for slot in router.slots(task)]
     assert len(names) > EXACT_UP_TO, "codes are compared"
     dense = slot_weights(similar, router.config)
@@ -314,7 +314,7 @@ def test_a_discriminant_weighs_slots_as_its_rule_says_within_each_task(
     router, texts = drawn_router("discriminant", 12, more=3)
     router.config = RetrievalConfig.model_validate({"rule": rule, "similarity": similarity, "scope": scope})
     router.per_group = per_group
-    similar, owner = router.similar(texts), router.owner()
+    similar, owner = router.similar(texts), router.joined_on(texts.device).owner
     chances = router.discriminant.nearest(texts, 2).chances(2, 12)
     expected = torch.zeros_like(router.route(texts).weights)
     for task in range(12):
