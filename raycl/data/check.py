@@ -128,10 +128,9 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
         if raw is not None and len(rows):
             others = [other for other in SPLITS if other != split and raw is raws[other]] if split == "train" else []
             taken = sum(len(stream.rows(task, other)) for other in others)
-            unused = 0 if split != "train" and raw is train else raw.count - len(rows) - taken
-            unusable = 0 if split != "train" and raw is train else raw.left_out + raw.blank
-            dropped = 0 if split != "train" and raw is train else raw.dropped
-            check.splits[split] = replace(_split(raw, rows, task, unused), unusable=unusable, unlabelled=dropped)
+            check.splits[split] = _split(raw, rows, task, raw.count - len(rows) - taken)
+            if split != "train" and raw is train:  # what rows are left out of its file counts there
+                check.splits[split] = replace(check.splits[split], left_out=0, unlabelled=0, unusable=0)
             check.notes += [note for note in raw.notes if note not in check.notes]
     check.mistakes = mistakes_of(stream, task)
     try:
@@ -148,14 +147,15 @@ def check_task(stream: Stream, task: Task, codec: TextCodec, seed: int, examples
     return check
 
 
-def _split(raw: RawRows, rows: Indices, task: Task, unused: int) -> SplitCheck:
+def _split(raw: RawRows, rows: Indices, task: Task, left_out: int) -> SplitCheck:
     texts, answers, repeated = set[int](), Counter[str](), 0
     for row in seen_rows(raw, rows):
         repeated += row.text in texts
         texts.add(row.text)
         answers[row.answer] += 1
     labels = {} if task.labels is None else dict(answers.most_common())
-    return SplitCheck(raw.where, len(rows), unused, raw.dropped, labels, len(answers), repeated)
+    counts = (labels, len(answers), repeated, raw.left_out + raw.blank)
+    return SplitCheck(raw.where, len(rows), left_out, raw.dropped, *counts)
 
 
 def _batches(raw: RawRows, rows: Indices) -> Iterator[tuple[list[str], list[list[str]], list[int]]]:

@@ -243,7 +243,9 @@ class _Check:
         self.count = self.dropped = self.blank = 0
         self._reading = reading
         self._refuse = refuse
-        self._words = dict(reading.words)
+        self._answers = dict(reading.words)  # by label, and by the number of one
+        if reading.first_label is not None and isinstance(reading.answers, tuple):
+            self._answers |= {str(number): name for number, name in enumerate(reading.answers, reading.first_label)}
         self._allowed = set(reading.answers) if isinstance(reading.answers, tuple) else None
         self._gathered: set[str] | None = set() if reading.labels == "auto" else None
         self.is_chat: bool | None = None
@@ -259,9 +261,8 @@ class _Check:
                 self.blank += not row.references[0].strip()
                 return None
         else:
-            row = self._named(row)
-            if self._words:
-                row = row._replace(references=tuple(self._words.get(name, name) for name in row.references))
+            if self._answers:
+                row = row._replace(references=tuple(self._answers.get(name, name) for name in row.references))
             self._check_labels(row)
         self.names_groups = self.names_groups or bool(row.group)
         self.count += 1
@@ -288,13 +289,6 @@ class _Check:
                 row.number,
             )
         return row.text[len(before) : len(row.text) - len(behind)]
-
-    def _named(self, row: SourceRow) -> SourceRow:
-        labels, first = self._reading.labels, self._reading.first_label
-        if first is None or not isinstance(labels, tuple):
-            return row
-        numbered = {str(number): label for number, label in enumerate(labels, start=first)}
-        return row._replace(references=tuple(numbered.get(label, label) for label in row.references))
 
     def _check_labels(self, row: SourceRow) -> None:
         if self._allowed is not None:
