@@ -71,11 +71,8 @@ def packed(
     text += b" " * (-len(text) % 8)
     yield from (len(text).to_bytes(8, "little"), text)
     for name in largest_first:
-        yield _bytes(fetch(name).detach().cpu().contiguous())
-
-
-def _bytes(tensor: Tensor) -> Buffer:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+        tensor = fetch(name).detach().cpu().contiguous()
+        yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:

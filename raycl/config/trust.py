@@ -49,11 +49,7 @@ NONE_GIVEN = Permissions()
 
 def requested(tree: Tree) -> list[str]:
     """Return dotted paths of the settings of `RISKS` that a config tree turns on, at any depth."""
-    return sorted(path for path, value in configs.flatten(tree).items() if _is_risk(path) and value)
-
-
-def _is_risk(path: str) -> bool:
-    return path.rpartition(".")[2] in RISKS
+    return sorted(path for path, value in configs.flatten(tree).items() if value and path.rpartition(".")[2] in RISKS)
 
 
 def require(paths: Iterable[str], overrides: Sequence[str], source: str, prefix: str = "") -> None:

@@ -101,7 +101,9 @@ class ContinuousBatch(Generic[RowT]):
         logits_BV = adjusted(self._state.logits, settings, prompts, answers, [row.constraint for row in self.rows])
         tokens = pick(logits_BV, settings, [row.draws for row in self.rows])
         self.tokens += len(tokens)
-        self._add_logprobs(self._state.logits, tokens)
+        for number, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
+            if row.sampling.logprobs is not None and token != NOT_FINITE:
+                row.logprobs += logprobs_of(self._state.logits[number, None], [token], row.sampling.logprobs)
         pairs = enumerate(zip(self.rows, tokens, strict=True))
         going = [number for number, (row, token) in pairs if row.push(token)]
         ended = self.keep(going)
@@ -116,12 +118,6 @@ class ContinuousBatch(Generic[RowT]):
             self._state = dynamic_cache.step(self.backbone, self._state, chosen)
         self.steps += 1
         return ended
-
-    def _add_logprobs(self, logits_BV: Tensor, tokens: Sequence[int]) -> None:
-        """Give each row that wants them the log probabilities of its next token."""
-        for number, (row, token) in enumerate(zip(self.rows, tokens, strict=True)):
-            if row.sampling.logprobs is not None and token != NOT_FINITE:
-                row.logprobs += logprobs_of(logits_BV[number, None], [token], row.sampling.logprobs)
 
     def keep(self, going: Sequence[int]) -> list[RowT]:
         """Keep only the rows with these numbers, and return the others."""

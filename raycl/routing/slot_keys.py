@@ -201,17 +201,13 @@ def _gradient(
     that sum: divided by it, both are means, as in the authors' code.
     """
     unit_q = nn.functional.normalize(queries_BgH, dim=-1)
-    gradient = _pull(keys_MgH, torch.einsum("bgm,bgh->mgh", _hits(chosen_BgK, len(keys_MgH)), unit_q))
+    hits_BgM = torch.zeros(*chosen_BgK.shape[:2], len(keys_MgH)).scatter_(2, chosen_BgK, 1.0)
+    gradient = _pull(keys_MgH, torch.einsum("bgm,bgh->mgh", hits_BgM, unit_q))
     if earlier_NgH is None:
         return gradient
     towards_gH = nn.functional.normalize(earlier_NgH, dim=-1).mean(0)
     away = _pull(keys_MgH, towards_gH.expand_as(keys_MgH)) / (keys_MgH.shape[0] * keys_MgH.shape[1])
     return gradient - config.centrifugal * chosen_BgK.numel() * away
-
-
-def _hits(chosen_BgK: Tensor, slots: int) -> Tensor:
-    """Return `[B, g, m]`, 1 where a key was chosen."""
-    return torch.zeros(*chosen_BgK.shape[:2], slots).scatter_(2, chosen_BgK, 1.0)
 
 
 def _pull(keys_MgH: Tensor, pulled_MgH: Tensor) -> Tensor:

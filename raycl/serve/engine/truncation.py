@@ -58,30 +58,22 @@ class TruncatedPrompt:
     room: int | None
 
 
+@dataclass(frozen=True)
 class Truncation:
-    """Truncates prompts to the limits of a backbone."""
+    """Truncates prompts to the limits of a backbone.
 
-    def __init__(
-        self,
-        codec: TextCodec,
-        positions: int | None,
-        max_source: int,
-        max_prompt: int,
-        answer_positions: int | None = None,
-    ) -> None:
-        """Keep the limits.
+    Attributes:
+        positions: limit of a prompt (`Backbone.max_positions`); None: no limit.
+        max_source: tokens of an input; longer ones are truncated, as in training.
+        max_prompt: tokens of a prompt that is not an input, and is never cut.
+        answer_positions: limit of an answer (`Backbone.max_answer_positions`).
+    """
 
-        Args:
-            positions: limit of a prompt (`Backbone.max_positions`); None: no limit.
-            answer_positions: limit of an answer (`Backbone.max_answer_positions`).
-            max_source: tokens of an input; longer ones are truncated, as in training.
-            max_prompt: tokens of a prompt that is not an input, and is never cut.
-        """
-        self.codec = codec
-        self.positions = positions
-        self.answer_positions = answer_positions
-        self.max_source = max_source
-        self.max_prompt = max_prompt
+    codec: TextCodec
+    positions: int | None
+    max_source: int
+    max_prompt: int
+    answer_positions: int | None = None
 
     def fit(self, prompt_request: Sequence[PromptRequest]) -> list[TruncatedPrompt]:
         """Return the ids of texts with their prompts around them; equal texts are encoded once.

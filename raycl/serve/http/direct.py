@@ -6,6 +6,7 @@ FastAPI answers whatever is no valid request of one of these endpoints, and so d
 import inspect
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -20,24 +21,18 @@ Endpoint = Callable[[Any], Awaitable[Response]]
 JSON = b"application/json"
 
 
+@dataclass(frozen=True)
 class DirectEndpoints:
-    """ASGI middleware: calls an endpoint with the parsed body of a valid request; passes everything else on."""
+    """ASGI middleware: calls an endpoint with the parsed body of a valid request; passes everything else on.
 
-    def __init__(
-        self,
-        app: Any,
-        endpoints: dict[str, tuple[type[BaseModel], Endpoint]],
-        refused: Callable[[RayclError], Response],
-    ) -> None:
-        """Keep the endpoints.
+    Attributes:
+        endpoints: path -> the model of the body, and the endpoint.
+        refused: returns the response to an error of a request.
+    """
 
-        Args:
-            endpoints: path -> the model of the body, and the endpoint.
-            refused: returns the response to an error of a request.
-        """
-        self.app = app
-        self.endpoints = endpoints
-        self.refused = refused
+    app: Any
+    endpoints: dict[str, tuple[type[BaseModel], Endpoint]]
+    refused: Callable[[RayclError], Response]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request, or pass it on."""
