@@ -116,23 +116,21 @@ class AdapterStack:
     def _attach(self, paths: Sequence[str]) -> None:
         self._attach_experts(paths)
         for path in paths:
-            parent, _, name = path.rpartition(".")
             base = self.model.get_submodule(path)
             assert not isinstance(base, StackedLora), f"'{path}' has a stack already"
             queries = self._queries(path) if self.activation == "softmax" else None
             self.layers[path] = StackedLora(base, self, path)
             self.layers[path].queries = queries
-            setattr(self.model.get_submodule(parent), name, self.layers[path])
+            self.model.set_submodule(path, self.layers[path])
 
     def _attach_experts(self, paths: Sequence[str]) -> None:
         """Make the linears of experts that are named modules of the model."""
         for path in dict.fromkeys(match["module"] for match in map(PATH.fullmatch, paths) if match):
             if path not in self.experts:
-                parent, _, name = path.rpartition(".")
-                block = self.model.get_submodule(parent)
+                block = self.model.get_submodule(path.rpartition(".")[0])
                 self.experts[path] = StackedExperts(self.model.get_submodule(path), self)
                 self._hooks.append(block.register_forward_pre_hook(self.experts[path].count_rows))
-                setattr(block, name, self.experts[path])
+                self.model.set_submodule(path, self.experts[path])
 
     def _queries(self, path: str) -> AttentionQueries:
         """Return those of the attention layer whose output projection is at `path`, kept in each forward pass."""
@@ -169,9 +167,8 @@ class AdapterStack:
         """Let adapters have copies of these embeddings and linears."""
         for path in paths:
             if path not in self.copied:
-                parent, _, name = path.rpartition(".")
                 self.copied[path] = CopiedModule(self.model.get_submodule(path), self, path)
-                setattr(self.model.get_submodule(parent), name, self.copied[path])
+                self.model.set_submodule(path, self.copied[path])
 
     def _renew_pool(self) -> None:
         self.pool = RowPool({path: _shape(layer) for path, layer in self.layers.items()}, self.pool.rows)
@@ -217,10 +214,7 @@ class AdapterStack:
         self.table.allocate(name, state.rank, keep)
         if self.table.evicted > evicted:
             for gone in self.states.keys() - self.table.rows.keys():
-                del self.states[gone]
-                self._ratios.pop(gone, None)
-                self._copies.pop(gone, None)
-                self._unwritten.discard(gone)
+                self.drop(gone)
 
     def drop(self, name: str) -> None:
         """Unload an adapter and free its rows."""
@@ -500,8 +494,7 @@ class AdapterStack:
         while self._hooks:
             self._hooks.pop().remove()
         for path, replaced in (*self.layers.items(), *self.copied.items(), *self.experts.items()):
-            parent, _, name = path.rpartition(".")
-            setattr(self.model.get_submodule(parent), name, replaced.base)
+            self.model.set_submodule(path, replaced.base)
         self.experts = {}
 
 

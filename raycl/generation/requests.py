@@ -1,11 +1,10 @@
-"""Generation requests, how their tokens are drawn, and the events that answer them."""
+"""How the tokens of answers are drawn and limited, and the events that answer requests."""
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
@@ -205,23 +204,3 @@ class Failed:
 
 
 Event = Started | PromptLogprobs | TextDelta | LabelScores | Failed
-
-
-@dataclass
-class GenerationRequest:
-    """One answer to be generated.
-
-    Attributes:
-        send: takes events, from the thread that generates.
-        sampling: how tokens are drawn; None: no text is generated.
-        cancelled: set when the answer is no longer wanted.
-        over: set with the last event.
-        began: time of creation, by `time.perf_counter`.
-    """
-
-    text: str
-    send: Callable[[Event], None]
-    sampling: Sampling | None = None
-    cancelled: bool = False
-    over: bool = False
-    began: float = field(default_factory=time.perf_counter)

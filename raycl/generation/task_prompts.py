@@ -283,7 +283,7 @@ def task_prompts(snapshot: Snapshot, rule: UnknownRule) -> TaskPrompts:
     owners = {entry.name: entry.tasks for entry in snapshot.adapters}
     prompts = {task.name: Prompt.of(task) for task in snapshot.tasks}
     router = snapshot.router
-    text, turns = routed_text(router, router.settings), user_turns_of(snapshot)
+    text, turns = routed_text(router), user_turns_of(snapshot)
     return TaskPrompts(router_class(router), owners, prompts, text, rule, turns)
 
 

@@ -236,8 +236,7 @@ class PromptRouter(Router):
             BankError: always.
         """
         raise BankError(
-            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model "
-            "(layout=colocated, or the replicas that hold the model)"
+            f"the snapshot's router is '{self.kind}', which reads prompts with the backbone: use it beside the model"
         )
 
     def unknown_above(self, false_alarms: float) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from raycl.bank.manifest import RouterInfo
 from raycl.config import validate
 from raycl.errors import BankError, RetrievalError, meant
 from raycl.plugins import Names, find, load
@@ -236,15 +237,8 @@ READS_STATES: frozenset[Need] = frozenset({"embeddings", "hidden_states"})
 """Needs of routers that read texts by the backbone."""
 
 
-class KindOfRouter(Protocol):
-    """The name of a kind of router, from its state or its entry in a snapshot."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def package(self) -> str:
-        """`name version` of the package that the kind comes from; empty: raycl, or not known."""
-        ...
+KindOfRouter = RouterState | RouterInfo
+"""The state of a router, or its entry in a snapshot."""
 
 
 def router_class(of: KindOfRouter) -> type[Router]:
@@ -280,14 +274,14 @@ def with_text(state: RouterState, text: RouterText | None) -> RouterState:
     return state if text is None else replace(state, settings={**state.settings, ROUTER_TEXT: text})
 
 
-def routed_text(kind: KindOfRouter, settings: Mapping[str, Any]) -> RouterText:
+def routed_text(of: KindOfRouter) -> RouterText:
     """Return the text that a router was fitted on; where its state does not say, what its kind reads.
 
     Raises:
         BankError, PluginError: see `router_class`.
     """
-    own: RouterText = "prompt" if READS_STATES & router_class(kind).needs else "input"
-    text: RouterText = settings.get(ROUTER_TEXT, own)
+    own: RouterText = "prompt" if READS_STATES & router_class(of).needs else "input"
+    text: RouterText = of.settings.get(ROUTER_TEXT, own)
     return text
 
 

@@ -6,19 +6,16 @@ import torch
 from raycl.serve.settings import ServeConfig
 
 
-def on_gpu(device: str) -> bool:
-    """Return whether `device` is a GPU; `auto` is one where the cluster has any, or this machine before there is a
-    cluster."""
-    if device != "auto":
-        return device == "cuda"
-    if ray.is_initialized():
-        return bool(ray.cluster_resources().get("GPU", 0.0))
-    return torch.cuda.is_available()
-
-
 def settled_device(device: str) -> str:
-    """Return `cpu` or `cuda`: a replica uses its reserved device, whatever else its node has."""
-    return "cuda" if on_gpu(device) else "cpu"
+    """Return `cpu` or `cuda`: a replica uses its reserved device, whatever else its node has.
+
+    `auto` is a GPU where the cluster has any, or this machine before there is a cluster.
+    """
+    if device != "auto":
+        return device
+    if ray.is_initialized():
+        return "cuda" if ray.cluster_resources().get("GPU", 0.0) else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gate_device(config: ServeConfig) -> str:

@@ -105,7 +105,7 @@ def test_older_records_say_what_their_kind_reads(lab: Lab) -> None:
     from raycl.bank.manifest import RouterInfo
 
     kinds = {"attention": "prompt", "keys": "input", "single": "input", "class_gaussians": "prompt"}
-    assert {kind: routed_text(RouterInfo(kind=kind), {}) for kind in kinds} == kinds
+    assert {kind: routed_text(RouterInfo(kind=kind)) for kind in kinds} == kinds
 
 
 def test_samples_that_are_trained_on_need_their_prompts(lab: Lab) -> None:

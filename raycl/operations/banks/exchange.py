@@ -330,7 +330,7 @@ def import_routed(
     where, source = peft_folder(address)
     task = _task(where, name, prompt)
     before = router_of(bank, snapshot)
-    if routed_text(snapshot.router, snapshot.router.settings) == "prompt":
+    if routed_text(snapshot.router) == "prompt":
         texts = [Prompt.of(task).written(text) for text in texts]
     queries_BC = before.encoder.embed(texts) if before.encoder is not None else torch.zeros(len(texts), 0)
     state, slots = router_class(snapshot.router).with_task(get_router(bank, snapshot), name, queries_BC, selects)

@@ -1,8 +1,9 @@
-"""Requests to the serving engine: a generation request, its snapshot, and the adapters that it selects.
+"""Requests to the serving engine: a text, its snapshot, and the adapters that it selects.
 
 A request's mixture is the router's, or the weights that the request pins.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -11,7 +12,7 @@ import torch
 
 from raycl.data.sources.conversation import has_tool_turns
 from raycl.errors import BankError, RayclError
-from raycl.generation.requests import Event, GenerationRequest, PromptLogprobs, Started, TextDelta
+from raycl.generation.requests import Event, PromptLogprobs, Sampling, Started, TextDelta
 from raycl.generation.task_prompts import PromptReading
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
 from raycl.serve.errors import InvalidRequestError
@@ -42,10 +43,12 @@ class AdapterSelection:
 
 
 @dataclass
-class EngineRequest(GenerationRequest):
+class EngineRequest:
     """One answer from a snapshot: a text, a label, or the mixture alone.
 
     Attributes:
+        send: takes events, from the engine's thread.
+        sampling: how tokens are drawn; None: no text is generated.
         loaded: the snapshot that answers, from beginning to end.
         selection: which adapters are active.
         route_only: with `sampling` None, answer with the mixture only, not with a label.
@@ -54,8 +57,13 @@ class EngineRequest(GenerationRequest):
         ids: the prompt's tokens, which `text` stands for; None: those of the text.
         is_scored: set when the log probabilities of its prompt have been sent.
         template: set by routing: task whose prompt the text gets; "": not known yet, or none.
+        cancelled: set when the answer is no longer wanted. over: set with the last event.
+        began: time of creation, by `time.perf_counter`.
     """
 
+    text: str
+    send: Callable[[Event], None]
+    sampling: Sampling | None = None
     loaded: LoadedSnapshot = field(kw_only=True)
     selection: AdapterSelection = field(kw_only=True)
     route_only: bool = False
@@ -64,6 +72,9 @@ class EngineRequest(GenerationRequest):
     ids: tuple[int, ...] | None = None
     is_scored: bool = False
     template: str = ""
+    cancelled: bool = False
+    over: bool = False
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def is_refused(self) -> bool:

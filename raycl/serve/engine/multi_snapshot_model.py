@@ -87,7 +87,7 @@ class LoadedSnapshot(TaskPrompts):
             router,
             owners,
             {task.name: Prompt.of(task) for task in snapshot.tasks},
-            routed_text(snapshot.router, snapshot.router.settings),
+            routed_text(snapshot.router),
             rule or rule_of(snapshot, router),
             user_turns_of(snapshot),
             snapshot,

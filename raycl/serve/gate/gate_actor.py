@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.util.metrics import Gauge
 
 from raycl import config as configs
 from raycl.bank import Bank
@@ -22,7 +23,6 @@ from raycl.bank.branches import is_ancestor
 from raycl.errors import counted
 from raycl.serve.engine.engine_requests import FAILURES
 from raycl.serve.gate.judge import GateResult, judge
-from raycl.serve.service.metrics import GateMetrics
 from raycl.serve.service.service import Service
 from raycl.serve.settings import ServeConfig
 
@@ -86,7 +86,8 @@ class GateActor:
         self._tree, self._takes = tree, takes
         self._activations = Activations(Bank.at(self.config.bank), self.config.branch)
         self._problem, self._pending = "", _Pending(0, 0)
-        self._metrics = GateMetrics()
+        self._has_problem = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")
+        self._waiting = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
         self._thread = threading.Thread(target=self._watch, name="raycl-gate", daemon=True)
         self._thread.start()
 
@@ -104,7 +105,7 @@ class GateActor:
             try:
                 last, newest = self._activations.latest(), self._activations.branch.last()
                 if last is None or newest is None or newest.snapshot is None or newest.number <= last.seen:
-                    self._metrics.waiting.set(0.0)
+                    self._waiting.set(0.0)
                     self._set_problem("")
                     continue
                 if newest.number != self._pending.move:
@@ -113,7 +114,7 @@ class GateActor:
                         continue
                     self._pending = _Pending(newest.snapshot, newest.number)
                 self._set_problem(self._pending.problem)
-                self._metrics.waiting.set(time.monotonic() - self._pending.since)
+                self._waiting.set(time.monotonic() - self._pending.since)
                 if time.monotonic() >= self._pending.again:
                     self._decide(last)
             except FAILURES as error:  # storage that cannot be reached for a while
@@ -182,14 +183,14 @@ class GateActor:
         return True
 
     def _done(self, result: Any) -> bool:
-        self._metrics.waiting.set(time.monotonic() - self._pending.since)
+        self._waiting.set(time.monotonic() - self._pending.since)
         return bool(ray.wait([result], timeout=self.config.follow.poll_s)[0])
 
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
             log.error("%s", problem)
         self._problem = problem
-        self._metrics.problem.set(float(bool(problem)))
+        self._has_problem.set(float(bool(problem)))
 
 
 def _room(takes: dict[str, float]) -> str:

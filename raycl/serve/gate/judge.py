@@ -13,7 +13,6 @@ from raycl.errors import BankError
 from raycl.scoring.general_ability import ability
 from raycl.scoring.scored_task import recorded_settings
 from raycl.serve.engine.multi_snapshot_model import LoadedSnapshot
-from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.gate.earlier_rows import earlier_rows, stream_of
 from raycl.serve.offline.evaluation import score_snapshot
 from raycl.serve.offline.model import OfflineModel
@@ -98,7 +97,6 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
     service = open_service(quiet, object_store_cache)
     try:
         active, engine = service.snapshot_manager.active, service.engine
-        assert isinstance(engine, ServingEngine), "the gate has the model in its own process"
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
         newer = service.snapshot_manager.open_checked(candidate)

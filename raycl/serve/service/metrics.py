@@ -6,7 +6,6 @@ import time
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from raycl.serve.engine.serving_engine import ServingEngine
 from raycl.serve.service.service import ServedAnswer, Service
 
 
@@ -23,20 +22,11 @@ MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000]
 EVERY_S = 2.0
 
 
-class GateMetrics:
-    """Metrics of the gate, in addition to those of replicas."""
-
-    def __init__(self) -> None:
-        self.problem: Gauge = Gauge("raycl_gate_problem", "1 while the gate cannot evaluate the newest snapshot")
-        self.waiting: Gauge = Gauge("raycl_gate_waiting_s", "how long the newest snapshot has not been decided")
-
-
 class Metrics:
     """Counters and histograms of one replica; names begin with `raycl_`."""
 
     def __init__(self, service: Service) -> None:
         """Report from now on, on a thread of its own for what is counted inside the engine."""
-        assert isinstance(service.engine, ServingEngine), "replicas with the model report"
         self._service, self._engine = service, service.engine
         self.answers: Counter = Counter("raycl_answers", "answers that were finished")
         self.tokens: Counter = Counter("raycl_tokens", "tokens that were generated", tag_keys=("kind",))
