@@ -138,11 +138,11 @@ def folder_of(name: str, revision: str | None = None, files: FetchedFiles = SAFE
                 "adapter elsewhere, or merge it into the weights"
             )
         return Path(where)
-    folder = _described(where, revision)
+    folder = _fetched(where, revision, DESCRIPTION)
     if files.code:
         download(where, folder.name, CODE)
     if files.weights:
-        _fetch_weights(where, folder.name)
+        _fetched(where, folder.name, WEIGHTS)
         if files.pickles:
             download(where, folder.name, (*LAYER_PICKLES, *(() if _safetensors(folder) else PICKLES)))
     return folder
@@ -152,17 +152,6 @@ def only_pickled(folder: Path) -> Path | None:
     """Return a file of pickled weights, at any depth, that has no safetensors beside it; None: there is none."""
     files = sorted(folder.rglob(PICKLE))
     return next((file for file in files if not (file.parent / WHOLE).is_file()), None)
-
-
-@lru_cache(maxsize=64)
-def _described(where: str, revision: str | None) -> Path:
-    """Return the folder of a hub model, named after its commit, with config and tokenizer."""
-    return download(where, revision, DESCRIPTION)
-
-
-@lru_cache(maxsize=64)
-def _fetch_weights(where: str, commit: str) -> None:
-    download(where, commit, WEIGHTS)
 
 
 def download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -191,6 +180,10 @@ def download(where: str, revision: str | None, patterns: Sequence[str]) -> Path:
     finally:
         for unit in FETCHED:  # some of its bars are never closed
             report(f"fetching {unit}", 1, 1)
+
+
+_fetched = lru_cache(maxsize=128)(download)
+"""The same, once in a process."""
 
 
 def hub_client_error() -> type[Exception]:
@@ -247,7 +240,7 @@ def commit_of(name: str, revision: str | None = None) -> str | None:
         BackboneError, OSError: see `folder_of`.
     """
     where = resolve(name)
-    return revision if Path(where).is_dir() else _described(where, revision).name
+    return revision if Path(where).is_dir() else _fetched(where, revision, DESCRIPTION).name
 
 
 def present_folder(name: str, revision: str | None = None) -> Path | None:

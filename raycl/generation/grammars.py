@@ -31,21 +31,14 @@ INSTALL = "pip install 'raycl[structured]'"
 
 
 class Grammar:
-    """A form, for any number of answers."""
-
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self._matcher, self._ends = matcher, ends
-
-    def started(self) -> GrammarState:
-        """Return the state of an answer that has no token yet; it is copied, since building it takes long."""
-        return GrammarState(self._matcher.deep_copy(), self._ends)
-
-
-class GrammarState:
-    """The tokens with which one answer may continue, by its grammar."""
+    """The tokens with which an answer of a form may continue."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends, self._read = matcher, ends, 0
+
+    def started(self) -> Grammar:
+        """Return the grammar of one answer, which has no token yet; it is copied, since building it takes long."""
+        return Grammar(self._matcher.deep_copy(), self._ends)
 
     def after(self, ids: Sequence[int]) -> Sequence[int]:
         """Return tokens that may follow these, which begin with those of the call before; the ends of an answer where

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 
-class TokenConstraintState(Protocol):
-    """The tokens with which one answer may continue."""
-
-    def after(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return tokens that may follow these of the answer."""
-        ...
-
-
 class TokenConstraint(Protocol):
     """A limit of the tokens of answers."""
 
-    def started(self) -> TokenConstraintState:
-        """Return the state of an answer that has no token yet."""
+    def started(self) -> TokenConstraint:
+        """Return the limit of one answer, which has no token yet."""
+        ...
+
+    def after(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return tokens that may follow these of the answer, which begin with those of the call before."""
         ...
 
 
@@ -34,18 +31,12 @@ class AllowedTokens:
         Args:
             answers: ids of the answers, as they are learned. end: id of the end of the sequence.
         """
-        self._answers, self._end = sorted({tuple(ids) for ids in answers if len(ids)}), end
+        self._answers, self._end = sorted({tuple(ids) for ids in answers if len(ids)}), [end]
+        self._read = 0  # tokens of one answer, with which those that are left begin
 
-    def started(self) -> AllowedTokensState:
-        """Return the state of an answer that has no token yet."""
-        return AllowedTokensState(self._answers, self._end)
-
-
-class AllowedTokensState:
-    """The answers that begin with the tokens so far."""
-
-    def __init__(self, answers: Sequence[tuple[int, ...]], end: int) -> None:
-        self._answers, self._end, self._read = answers, [end], 0
+    def started(self) -> AllowedTokens:
+        """Return the limit of one answer, which has no token yet."""
+        return copy(self)
 
     def after(self, ids: Sequence[int]) -> Sequence[int]:
         """Return tokens that may follow these, which begin with those of the call before; the end of the sequence where

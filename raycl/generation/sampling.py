@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raycl.generation.requests import Sampling, TokenConstraintState, TokenLogprob, TokenLogprobs
+from raycl.generation.requests import Sampling, TokenConstraint, TokenLogprob, TokenLogprobs
 
 NOT_FINITE = -1
 """Returned instead of a token for a row whose logits are not finite."""
@@ -189,7 +189,7 @@ def adjusted(
     settings: Sequence[Sampling],
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
-    constraints: Sequence[TokenConstraintState | None],
+    constraints: Sequence[TokenConstraint | None],
 ) -> Tensor:
     """Return the logits of the next token of each row under the row's own settings.
 

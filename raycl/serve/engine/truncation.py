@@ -58,7 +58,7 @@ class TruncatedPrompt:
     room: int | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Truncation:
     """Truncates prompts to the limits of a backbone.
 

@@ -99,7 +99,7 @@ def judge(config: ServeConfig, candidate: int, object_store_cache: bool = False)
         active, engine = service.snapshot_manager.active, service.engine
         if candidate == active.snapshot.number:
             raise BankError(f"snapshot {candidate} answers already: name another one")
-        newer = service.snapshot_manager.open_checked(candidate)
+        newer = service.snapshot_manager.open(candidate, check=True)
         stream = stream_of(newer.snapshot, config)
         known = {task.name for task in active.snapshot.tasks}
         learned = known | {task.name for task in newer.snapshot.tasks}

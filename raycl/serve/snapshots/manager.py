@@ -99,25 +99,20 @@ class SnapshotManager:
         self._thread = threading.Thread(target=self._watch, name="raycl-follow", daemon=True)
         self._thread.start()
 
-    def open(self, number: int) -> LoadedSnapshot:
+    def open(self, number: int, check: bool = False) -> LoadedSnapshot:
         """Return a snapshot ready to answer; blocks while it is loaded.
+
+        Args:
+            check: all its objects are read and checked before.
 
         Raises:
             BankError: unknown, damaged, or made for another backbone.
         """
         with self._loading_lock:
-            return self._opened(number) or self._load(*self._read(number))
-
-    def open_checked(self, number: int) -> LoadedSnapshot:
-        """Open a snapshot after its objects have been read and checked.
-
-        Raises:
-            BankError: unknown, damaged in any part, or made for another backbone.
-        """
-        with self._loading_lock:
             loaded = self._opened(number)
             snapshot, stamp = (loaded.snapshot, None) if loaded is not None else self._read(number)
-            self._integrity.check(snapshot)
+            if check:
+                self._integrity.check(snapshot)
             return loaded or self._load(snapshot, stamp)
 
     def _opened(self, number: int) -> LoadedSnapshot | None:
@@ -294,7 +289,7 @@ class SnapshotManager:
             failed = self._failed.get(number)
             if failed is None or time.monotonic() >= failed.until:
                 try:
-                    loaded = self.open_checked(number)
+                    loaded = self.open(number, check=True)
                 except RayclError as error:
                     pause = self.config.follow.poll_s if failed is None else min(2 * failed.pause_s, LONGEST_S)
                     failed = self._failed[number] = FailedSnapshot(error, pause, time.monotonic() + pause)
