@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raycl.config import Tree
+from raycl.data.benchmarks.layout import SUFFIXES
 from raycl.data.sources.cache import cache_folder
 from raycl.data.sources.fields import Columns, SourceRow, other_fields
 from raycl.data.sources.formats import AUTO, Source, read_rows
@@ -16,8 +17,6 @@ from raycl.data.sources.source import SourceFile
 from raycl.storage import Storage
 
 log: logging.Logger = logging.getLogger("raycl")
-
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 
 EMPTY = "the text is empty: expected at least one word, complete or remove the row"
 
