@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from raycl.config import flatten, load, load_tree, read_yaml
+from raycl.config import flatten, load, load_tree
 from raycl.metrics.paired_comparison import TaskScore, difference
 from raycl.operations.report.recorded_runs import RecordedRuns
 from raycl.operations.report.run_comparison import Spread
@@ -208,7 +208,7 @@ def planned(definition: dict[str, Any], results: Path = RESULTS) -> str:
     study = Study(results, definition["planned"])
     spaces: dict[str, list[tuple[dict[str, Any], list[float], list[float]]]] = {}
     for name in definition["sweeps"]:
-        space = read_yaml(str(REPO / f"sweeps/{name}.yaml"))["space"]
+        space = load_tree(str(REPO / f"sweeps/{name}.yaml"))["space"]
         rates = space["train.learning_rate"]["grid"]
         head_rates = space.get("train.head_learning_rate", {}).get("grid", [])
         for method in space["method"]["grid"]:

@@ -494,7 +494,7 @@ class AdapterStack:
         while self._hooks:
             self._hooks.pop().remove()
         for path, replaced in (*self.layers.items(), *self.copied.items(), *self.experts.items()):
-            self.model.set_submodule(path, replaced.base)
+            self.model.set_submodule(path, replaced.get_submodule("base"))
         self.experts = {}
 
 

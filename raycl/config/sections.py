@@ -101,17 +101,8 @@ def load_tree(path: str | None, overrides: Sequence[str] = ()) -> Tree:
     return _resolve(tree, f"config file '{path}'" if path is not None else "the overrides")
 
 
-def read_yaml(path: str) -> Tree:
-    """Return the YAML tree at `path`, interpolations resolved, duplicate keys refused.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, or is not a mapping.
-    """
-    return _resolve(read_tree(path), f"config file '{path}'")
-
-
 def from_yaml(text: str, source: str) -> Tree:
-    """Return the same from YAML text, for example from what `to_yaml` wrote; `source` names it in errors.
+    """Return the tree in a YAML text, for example in what `to_yaml` wrote; `source` names it in errors.
 
     Raises:
         ConfigError: it is not YAML, or is not a mapping.

@@ -132,7 +132,7 @@ def _tokenise(
             if task.objective == "clm":
                 sources, cut = whole_texts(texts, codec, lengths.source)
             else:
-                sources, cut = fit_sources(texts, prompt, codec, lengths.source)
+                sources, cut, _ = fit_sources(texts, prompt, codec, lengths.source)
             cut_sources += cut
             if task.objective == "answer":
                 targets, cut = fit_targets(texts, [names[0] for names in references], prompt, codec, lengths.target)
@@ -165,17 +165,6 @@ def naming_rows(raw: RawRows, numbers: Sequence[int]) -> Iterator[None]:
         raise DataError(f"{raw.where}, row {numbers[error.index]}: {error}") from error
 
 
-def fit_sources(
-    texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
-) -> tuple[list[list[int]], list[int]]:
-    """Return the prompt ids of `texts`, at most `limit` each, and the tokens above it of each text that was cut.
-
-    See `_fitted`.
-    """
-    ids, cut, _ = _fitted(texts, prompt, codec, limit)
-    return ids, cut
-
-
 def fit_remarked(
     texts: Sequence[str], remarks: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
 ) -> list[list[int]]:
@@ -183,11 +172,11 @@ def fit_remarked(
 
     Texts are cut as `fit_sources` cuts them without remarks, and remarks are not cut.
     """
-    shorter = _fitted(texts, prompt, codec, limit)[2]
+    shorter = fit_sources(texts, prompt, codec, limit)[2]
     return prompt.encode([remarked(text, remark) for text, remark in zip(shorter, remarks, strict=True)], codec)
 
 
-def _fitted(
+def fit_sources(
     texts: Sequence[str], prompt: Prompt, codec: TextCodec, limit: int
 ) -> tuple[list[list[int]], list[int], list[str]]:
     """Return prompt ids of at most `limit` tokens, the tokens above it of each text that was cut, and the texts left.

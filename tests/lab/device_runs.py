@@ -156,7 +156,7 @@ def mixed(bank: Bank, device: torch.device) -> list[list[str]]:
     model, result = opened(bank, bank.open(max(bank.snapshots())), device), list[list[str]]()
     names = tuple(model.loaded.keys)
     codec = model.backbone.codec
-    ids, _ = fit_sources([f"{text} warm very much the a is" for text in TEXTS], Prompt(), codec, 24)
+    ids, *_ = fit_sources([f"{text} warm very much the a is" for text in TEXTS], Prompt(), codec, 24)
     batch = batch_of(ids, codec.pad_id).to(device)
     draw = torch.Generator().manual_seed(0)
     everyone = torch.rand(len(TEXTS), len(names), generator=draw)

@@ -205,7 +205,7 @@ def alone(model: SnapshotModel, text: str, weights: Mapping[str, float], task: s
     """Return the backbone's own answer to one text under one mixture."""
     prompt = model.loaded.prompts.get(task, Prompt())
     codec = model.backbone.codec
-    ids, _ = fit_sources([text], prompt, codec, codec.max_source_tokens)
+    ids, *_ = fit_sources([text], prompt, codec, codec.max_source_tokens)
     with model.model.activate(model.loaded.named(Mixture.same(weights, 1))):
         return predict(model.backbone, batch_of(ids, codec.pad_id), limit)[0]
 

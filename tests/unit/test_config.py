@@ -129,7 +129,7 @@ def test_all_problems_come_at_once() -> None:
 def test_unreadable_files_are_config_errors_that_name_the_file(tmp_path: Path, text: str, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        config.read_yaml(path)
+        config.load_tree(path)
     assert path in str(caught.value)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -77,27 +77,6 @@ def result_text(content: str, call_id: str | None, name: str | None) -> str:
     return json.dumps({"content": content, **given}, ensure_ascii=False)
 
 
-def row_tools(value: Any, refuse: RefuseRow) -> str:
-    """Return the JSON of the tools in a row's field, a list or its JSON; "" without any.
-
-    Raises:
-        DataError: it is no list of functions with names.
-    """
-    if value in NOTHING:
-        return ""
-    if isinstance(value, str):
-        value = _loaded(value, "the tools are", refuse)
-    if not isinstance(value, list):
-        refuse(f"the tools are a {type(value).__name__}: expected a list of functions, repair or remove the row")
-    functions = []
-    for number, tool in enumerate(value, 1):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            refuse(f"tool {number} of the row has no name: expected a function with name and parameters, repair it")
-        functions.append(function)
-    return tools_text(functions)
-
-
 def row_calls(value: Any, refuse: RefuseRow) -> str:
     """Return the JSON of the calls in a message of a row; "" without any.
 
@@ -354,12 +333,25 @@ def system_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
 
 
 def tools_of(item: Mapping[str, Any], refuse: RefuseRow) -> str:
-    """Return the JSON of the tools of a conversation or an instruction; "" without any.
+    """Return the JSON of the tools of a conversation or an instruction, a list or its JSON; "" without any.
 
     Raises:
         DataError: they are no list of functions with names.
     """
-    return row_tools(item.get(TOOLS), refuse)
+    value = item.get(TOOLS)
+    if value in NOTHING:
+        return ""
+    if isinstance(value, str):
+        value = _loaded(value, "the tools are", refuse)
+    if not isinstance(value, list):
+        refuse(f"the tools are a {type(value).__name__}: expected a list of functions, repair or remove the row")
+    functions = []
+    for number, tool in enumerate(value, 1):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            refuse(f"tool {number} of the row has no name: expected a function with name and parameters, repair it")
+        functions.append(function)
+    return tools_text(functions)
 
 
 def earlier_turns(value: Any, refuse: RefuseRow) -> list[Message]:

@@ -12,7 +12,17 @@ from raycl.generation.requests import ResponseMetadata, Sampling
 from raycl.serve.engine.engine_requests import AdapterSelection
 from raycl.serve.engine.multi_snapshot_model import MARK, LoadedSnapshot
 from raycl.serve.errors import DeadlineExceededError, InvalidRequestError, LimitExceededError, NotFoundError
-from raycl.serve.http.schema import AUTO, MAX_NUMBER, Form, Generation, Pins, Request, ResponseDetails
+from raycl.serve.http.schema import (
+    AUTO,
+    MAX_NUMBER,
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    Generation,
+    Pins,
+    Request,
+    ResponseDetails,
+)
 from raycl.serve.service.service import Service
 
 
@@ -37,8 +47,8 @@ async def sampling_of(service: Service, request: Generation, max_tokens: int | N
     """Return the settings of a request's answers.
 
     Raises:
-        LimitExceededError: more than the limits. InvalidRequestError: a token that the model does not have, or a form
-            that is none.
+        LimitExceededError: more than the limits. InvalidRequestError: a token that the model does not have, a form
+            that is none, or log probabilities of a prompt that an encoder reads.
     """
     limits = service.config.limits
     for name, given, most in (("max_tokens", max_tokens or 0, limits.max_tokens), ("n", request.answers, limits.n)):
@@ -49,6 +59,11 @@ async def sampling_of(service: Service, request: Generation, max_tokens: int | N
     unknown = next((token for token, _ in bias if token >= vocabulary), None)
     if unknown is not None:
         raise InvalidRequestError(f"logit_bias has token {unknown}: expected ids from 0 to {vocabulary - 1}")
+    scores_prompt = isinstance(request, CompletionRequest) and bool(request.echo) and request.top is not None
+    if scores_prompt and service.capabilities.separate_encoder:
+        raise InvalidRequestError(
+            "echo with logprobs needs a model whose prompt and answer are one sequence: leave one of both out"
+        )
     return Sampling(
         limits.max_tokens if max_tokens is None else max_tokens,
         request.temperature or 0.0,
@@ -63,6 +78,8 @@ async def sampling_of(service: Service, request: Generation, max_tokens: int | N
         presence_penalty=request.presence_penalty or 0.0,
         logit_bias=bias,
         logprobs=request.top,
+        prompt_logprobs=scores_prompt,
+        keeps_special=isinstance(request, ChatRequest) and bool(request.offered),
         **await _limits_of(service, request.forms),
     )
 

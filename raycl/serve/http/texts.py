@@ -60,18 +60,13 @@ def add_texts(app: FastAPI, service: Service, history: History) -> None:
         """Return the answer to the messages, with the prompt or chat template of the task that they belong to."""
         most = request.max_completion_tokens or request.max_tokens
         options = await _options(service, request, [request.prompt], most, chat=True)
-        if request.offered:
-            samplings = [replace(sampling, keeps_special=True) for sampling in options.settings["sampling"]]
-            options = replace(options, settings={**options.settings, "sampling": samplings})
         return await _answered(service, history, options)
 
     @app.post("/v1/completions", response_model=None, responses={200: {"model": TextAnswer, "content": STREAM}})
     async def completions(request: CompletionRequest) -> Response:
         """Return what follows each prompt, which is sent as it is."""
         options = await _options(service, request, request.texts, request.max_tokens, ids=request.token_ids)
-        if request.echo:
-            options = _echoed(service, options)
-        return await _answered(service, history, options)
+        return await _answered(service, history, replace(options, echoes=options.texts) if request.echo else options)
 
 
 async def _options(
@@ -117,22 +112,6 @@ def _written(service: Service, request: Generation, ids: Sequence[tuple[int, ...
     if request.pins.template:
         raise InvalidRequestError("raycl.template is true and the prompt is token ids: send its text instead")
     return [codec.shown(prompt) for prompt in ids]
-
-
-def _echoed(service: Service, options: GenerationOptions) -> GenerationOptions:
-    """Return the options with each prompt before its answer, and its log probabilities where those are wanted.
-
-    Raises:
-        InvalidRequestError: the model reads prompts by an encoder, which gives none.
-    """
-    if options.request.top is None:
-        return replace(options, echoes=options.texts)
-    if service.capabilities.separate_encoder:
-        raise InvalidRequestError(
-            "echo with logprobs needs a model whose prompt and answer are one sequence: leave one of both out"
-        )
-    samplings = [replace(sampling, prompt_logprobs=True) for sampling in options.settings["sampling"]]
-    return replace(options, echoes=options.texts, settings={**options.settings, "sampling": samplings})
 
 
 async def _answered(service: Service, history: History, options: GenerationOptions) -> Response:

@@ -151,7 +151,7 @@ def test_tools_calls_and_results_are_not_cut() -> None:
             with pytest.raises(ConversationError, match="send fewer messages, tools or shorter results"):
                 fit_sources([text_of(messages)], prompt, made, limit)
             continue
-        ((ids,), (cut,)) = fit_sources([text_of(messages)], prompt, made, limit)
+        (ids,), (cut,), _ = fit_sources([text_of(messages)], prompt, made, limit)
         shown = made.shown(ids)
         assert len(ids) <= limit and cut and "blue" not in shown, shown
         assert '"name": "weather"' in shown and '{"city": "sky"}' in shown and "warm" in shown.rpartition("tool\n")[2]
@@ -184,7 +184,7 @@ def test_a_long_conversation_loses_its_oldest_turns_then_its_system_message_then
     whole = len(prompt.encode([text], made)[0])
     kept = {}
     for limit in range(8, whole + 1):
-        (ids,), cut = fit_sources([text], prompt, made, limit)
+        (ids,), cut, _ = fit_sources([text], prompt, made, limit)
         assert len(ids) <= limit and cut == [whole - limit] * (limit < whole)
         kept[limit] = made.shown(ids).split("<|im_start|>")[1:]
     assert [len(kept[limit]) for limit in (whole, whole - 1, 30, 21, 8)] == [7, 5, 5, 3, 2]
@@ -223,7 +223,7 @@ def test_any_conversation_can_be_cut_to_any_length(shape: str, system: str) -> N
     starts = [number for number, role in enumerate(SHAPES[shape]) if role == "user" or not number]
     lengths = {start: len(prompt.encode([text_of([*head, *turns[start:]])], made)[0]) for start in starts}
     for limit in range(30 if shape != "late-system" else 36, whole):
-        (ids,), cut = fit_sources([text], prompt, made, limit)
+        (ids,), cut, _ = fit_sources([text], prompt, made, limit)
         assert len(ids) <= limit and cut == [whole - limit]
         kept = next((start for start in starts if lengths[start] <= limit), None)
         if kept is not None:
@@ -236,7 +236,7 @@ def test_a_system_message_that_is_cut_away_is_not_replaced() -> None:
     prompt = Prompt(chat_template=PERSONA, system="warm " * 8)
     text = text_of([Message("system", "cold " * 8), Message("user", f"{LONG} {LONG}")])
     for limit in range(12, 30):
-        (ids,), _ = fit_sources([text], prompt, made, limit)
+        (ids,), *_ = fit_sources([text], prompt, made, limit)
         shown = made.shown(ids)
         assert len(ids) <= limit and shown.startswith("<|im_start|> system") and "warm" not in shown
         assert "much" not in shown.partition("user")[0] and shown.endswith("<|im_start|> assistant")

@@ -17,7 +17,7 @@ PROMPT = long("Say which of the topics this is about.")
 @pytest.mark.parametrize("limit", [16, 17, 18, 25, 40])
 def test_only_the_input_text_is_cut(codec: MiniLMCodec, limit: int) -> None:
     texts = ["short", "one two three " * 40, "antidisestablishmentarianism " * 9, "a.b,c!" * 30, "", "ende\u0301 " * 50]
-    ids, cut = fit_sources(texts, PROMPT, codec, limit)
+    ids, cut, _ = fit_sources(texts, PROMPT, codec, limit)
     assert len(cut) == 4 and all(len(result) <= limit for result in ids)
     template = codec.encode_source([PROMPT.around("")])[0]
     cue = len(codec.encode_source([PROMPT.suffix])[0]) - 1

@@ -378,7 +378,7 @@ def load_sweep(file: str, overrides: Sequence[str] = ()) -> SweepConfig:
     Raises:
         ConfigError: the first thing that is wrong, or that only the command may allow (`raycl.config.trust`).
     """
-    tree = configs.read_yaml(file)
+    tree = configs.load_tree(file)
     for override in overrides:
         key, value = configs.read_override(override)
         if key.startswith("space."):
