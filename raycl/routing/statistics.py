@@ -222,13 +222,6 @@ class Discriminant:
         texts = nn.functional.normalize(near + torch.randn(near.shape, generator=draw) @ spread.T, dim=1)
         return CodeIndex(_padded(self._directions, -self._offsets)[None], _padded(texts, 1.0)[None], NEAREST)
 
-    def distances(self, queries_BC: Tensor) -> Tensor:
-        """Return `[B]` smallest squared Mahalanobis distance to any task's mean: large for texts unlike all tasks'."""
-        self._follow(queries_BC.device)
-        unit_BC = nn.functional.normalize(queries_BC.double(), dim=1)
-        own_B = ((unit_BC @ self._precision) * unit_BC).sum(1)
-        return (own_B + self._of_nearest(unit_BC, self.nearest(queries_BC, NEAREST))).float()
-
     def _follow(self, device: torch.device) -> None:
         if self._directions.device == device:
             return
@@ -245,7 +238,7 @@ class Discriminant:
         return smallest_B
 
     def relative_distances(self, queries_BC: Tensor, nearest: NearestTasks | None = None) -> Tensor:
-        """Return `[B]` `distances` less `BACKGROUND` of the distance to the middle of all tasks.
+        """Return `[B]` squared distance to the nearest task's mean, less `BACKGROUND` of that to all tasks' middle.
 
         A text that is unusual for the nearest task alone gets a larger value than one that is unusual for all of them.
 

@@ -36,6 +36,13 @@ def texts_of(task: str, count: int, seed: int) -> Tensor:
     return centre + 0.3 * torch.randn(count, 16, generator=noise)
 
 
+def squared_distances(apart: Tensor, spread: Tensor) -> Tensor:
+    """Return squared Mahalanobis distances of differences, by the covariance of `spread` and its ridge."""
+    covariance = torch.cov(spread.T, correction=0)
+    ridge = 0.01 * covariance.diagonal().mean() * torch.eye(16, dtype=torch.float64)
+    return ((apart @ torch.linalg.inv(covariance + ridge)) * apart).sum(1)
+
+
 def studied(*tasks: str, dev: int = 200) -> SlotRouter:
     router = SlotRouter("keys", 2, RetrievalConfig(top_k=2))
     for task in tasks:
@@ -85,16 +92,17 @@ def test_distances_common_to_all_tasks_count_less() -> None:
     texts = {task: texts_of(task, 50 + 30 * number, seed=1) for number, task in enumerate(TASKS)}
     router = Discriminant({task: Statistics.of(queries) for task, queries in texts.items()})
     unit = torch.nn.functional.normalize(torch.cat(list(texts.values())).double(), dim=1)
-    covariance = torch.cov(unit.T, correction=0)
-    inverse = torch.linalg.inv(covariance + 0.01 * covariance.diagonal().mean() * torch.eye(16, dtype=torch.float64))
+    of_tasks = unit.split([len(queries) for queries in texts.values()])
+    within = torch.cat([rows - rows.mean(0) for rows in of_tasks])
     queries = texts_of("one", 20, seed=10)
-    apart = torch.nn.functional.normalize(queries.double(), dim=1) - unit.mean(0)
-    background = ((apart @ inverse) * apart).sum(1)
-    expected = (router.distances(queries) - 0.9 * background).float()
+    rows = torch.nn.functional.normalize(queries.double(), dim=1)
+    nearest = torch.stack([squared_distances(rows - task.mean(0), within) for task in of_tasks]).min(0).values
+    background = squared_distances(rows - unit.mean(0), unit)
+    expected = (nearest - 0.9 * background).float()
     torch.testing.assert_close(router.relative_distances(queries), expected, atol=1e-3, rtol=1e-4)
     alone = Discriminant({"one": Statistics.of(texts["one"])})
-    order = [result.argsort().tolist() for result in (alone.distances(queries), alone.relative_distances(queries))]
-    assert order[0] == order[1], "one task alone is its own background"
+    own = squared_distances(rows - of_tasks[0].mean(0), of_tasks[0])
+    assert alone.relative_distances(queries).argsort().tolist() == own.argsort().tolist(), "it is its own background"
 
 
 def test_many_kept_texts_are_measured_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

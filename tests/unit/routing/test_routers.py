@@ -179,7 +179,7 @@ def test_bare_texts_of_no_task_are_found_by_their_distance() -> None:
 
 def test_texts_of_no_task_are_far_away() -> None:
     mine = Discriminant({task: Statistics.of(texts_of(task)) for task in ("one", "two")})
-    near, far = mine.distances(texts_of("one", 40, seed=8)), mine.distances(texts_of("three", 40))
+    near, far = (mine.relative_distances(queries) for queries in (texts_of("one", 40, seed=8), texts_of("three", 40)))
     assert float(near.median()) < float(far.median()) and float((far > near.quantile(0.9)).float().mean()) > 0.8
 
 
