@@ -162,11 +162,11 @@ class UpstreamClient:
                 f"the engine at {self.url} (upstream.url) cannot be reached ({_reason(error)}): "
                 "start it, or correct the address"
             ) from error
-        except (aiohttp.ConnectionTimeoutError, TimeoutError) as error:
-            if isinstance(error, aiohttp.ConnectionTimeoutError):
-                raise UnavailableError(
-                    f"the engine at {self.url} (upstream.url) takes no connection within {CONNECT_S:g} s"
-                ) from error
+        except aiohttp.ConnectionTimeoutError as error:
+            raise UnavailableError(
+                f"the engine at {self.url} (upstream.url) takes no connection within {CONNECT_S:g} s"
+            ) from error
+        except TimeoutError as error:
             raise DeadlineExceededError(
                 f"the engine at {self.url} has not answered within {self._limits.timeout_s:g} s (limits.timeout_s): "
                 "request less, or retry later"
