@@ -71,8 +71,7 @@ def packed(
     text += b" " * (-len(text) % 8)
     yield from (len(text).to_bytes(8, "little"), text)
     for name in largest_first:
-        tensor = fetch(name).detach().cpu().contiguous()
-        yield tensor.reshape(-1).view(torch.uint8).numpy().data
+        yield (fetch(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ of all other models decode the same answers token by token (`continuous_batch`),
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from raycl.backbone import Backbone
 from raycl.backbone.base import GenerationInputs
 from raycl.backbone.positions import attends_to_all
-from raycl.generation.dynamic_cache import keeps_keys
 from raycl.generation.requests import AllowedTokens, TokenConstraint
 from raycl.types import Batch
 
@@ -42,7 +42,8 @@ def answers_continuously(backbone: Backbone) -> bool:
         return False  # for example forced tokens or a penalty on repetitions
     if capabilities.separate_encoder:
         return model.config.model_type in RELATIVE
-    return keeps_keys(model) and attends_to_all(model.config)
+    keeps_keys = "past_key_values" in signature(model.forward).parameters  # GPT has no cache, RWKV another
+    return keeps_keys and attends_to_all(model.config)
 
 
 @torch.no_grad()

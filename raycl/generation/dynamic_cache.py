@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -261,11 +260,6 @@ def _cache(layers: Layers) -> DynamicCache:
         layer.keys, layer.values = keys, values
         cache.layers.append(layer)
     return cache
-
-
-def keeps_keys(model: nn.Module) -> bool:
-    """Return whether a model takes keys and values from one token to the next; GPT has no cache, RWKV another."""
-    return "past_key_values" in signature(model.forward).parameters
 
 
 def _layers(cache: Any) -> Layers:

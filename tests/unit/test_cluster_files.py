@@ -185,8 +185,9 @@ def test_serve_files_fit_rays_schema_and_our_settings() -> None:
 
 
 def test_the_dashboard_queries_existing_metrics() -> None:
-    """Every series of the Grafana board is one that `raycl.serve.service.metrics` makes."""
-    source = (REPO / "raycl" / "serve" / "service" / "metrics.py").read_text()
+    """Every series of the Grafana board is one that a replica or its gate makes."""
+    made = ("service/metrics.py", "gate/gate_actor.py")
+    source = "\n".join((REPO / "raycl" / "serve" / file).read_text() for file in made)
     board = json.loads((CLUSTER / "grafana-endpoint.json").read_text())
     asked = set(re.findall(r"ray_raycl_(\w+)", json.dumps(board["panels"])))
     suffixes = re.compile(r"(_ms_bucket|_total)$")
