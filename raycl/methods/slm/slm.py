@@ -224,10 +224,8 @@ class Slm(PerTaskAdapter):
         rank = length if self.config.value == "prefix" else self.config.r_by_task.get(task, self.config.r)
         ranks = dict.fromkeys(self.router.adapters(task), rank)
 
-        def fill(low: Tensor, outputs: int) -> None:
-            torch.nn.init.normal_(
-                low, std=self.config.a_init_std
-            )  # the released code; most others draw Kaiming-uniform
+        def fill(low: Tensor, outputs: int) -> None:  # as the released code does; most others draw Kaiming-uniform
+            torch.nn.init.normal_(low, std=self.config.a_init_std)
 
         self.stack.begin_training(ranks, self.scale, fill)
         if self.config.value == "prompt":
