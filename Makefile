@@ -41,8 +41,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv  ## learn a short stream of tasks in two ways on this machine: one forgets, one does not
 	@$(OFFLINE) $(BIN)/raycl demo
 
-test: venv  ## all tests, three files at a time (those on Ray often wait), one torch thread each
-	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 3 --dist loadfile \
+test: venv  ## all tests, four files at a time (those on Ray often wait), one torch thread each
+	@OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -p no:cacheprovider -n 4 --dist loadfile \
 		--no-loadscope-reorder tests
 
 test-fast: venv  ## tests without Ray, servers and browsers
