@@ -139,9 +139,8 @@ class MixedHead(nn.Module):
         if rule in ("logit", "sum"):
             row_weights = row_weights if rule == "logit" else (row_weights != 0).float()
             none = torch.zeros(len(logits), len(self.labels), device=device)
-            known = (
-                none.index_add(1, label, (row_weights != 0).float()) > 0
-            )  # grouped by each example's active adapters
+            # grouped by each example's active adapters
+            known = none.index_add(1, label, (row_weights != 0).float()) > 0
             return none.index_add(1, label, logits * row_weights).masked_fill(~known, -torch.inf)
         chances = logits - logsumexp_by(logits, owner, len(heads))[:, owner]
         log_weights = torch.where(row_weights > 0, row_weights.clamp_min(1e-30).log(), -torch.inf)

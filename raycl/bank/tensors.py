@@ -58,9 +58,8 @@ def packed(
         tensors: give dtypes and full shapes, on any device. fetch: returns the full tensor of a name.
         metadata: metadata of the header.
     """
-    largest_first = sorted(
-        tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)
-    )  # keeps every tensor aligned
+    # keeps every tensor aligned
+    largest_first = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in largest_first:
@@ -70,8 +69,8 @@ def packed(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield from (len(text).to_bytes(8, "little"), text)
-    for name in largest_first:
-        yield (fetch(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for name in largest_first:  # no variable holds a tensor while the next one is fetched
+        yield fetch(name).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def views(buffer: Buffer, what: str) -> dict[str, Tensor]:

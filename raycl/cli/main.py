@@ -53,9 +53,7 @@ def completion(shell: str) -> str:
         names.add_parser(name, help=command.summary, parents=[parser_of(name, f"raycl {name}")], add_help=False)
     for action in _actions(argument_parser):
         if action.nargs != 0 and not action.choices:
-            vars(action)["complete"] = (
-                shtab.FILE
-            )  # most values are paths, and shells complete nothing else by themselves
+            vars(action)["complete"] = shtab.FILE  # most values are paths, which no shell completes by itself here
     return str(shtab.complete(argument_parser, shell))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of answers are drawn and limited, and the events that answer requests."""
+"""Limits and draws of the tokens of answers, and the events that answer requests."""
 
 from __future__ import annotations
 

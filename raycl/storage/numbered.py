@@ -91,7 +91,7 @@ class NumberedRecords(Generic[T]):
             AlreadyExistsError: another writer was first.
         """
         self.storage.create(self.file(number), seal(record))
-        note = _Note(self.folder, max(number, *self.numbers()))  # a faster writer's record may be newer
+        note = _Note(self.folder, max([number, *self.numbers()]))  # a faster writer's record may be newer
         self.storage.write(f"{self.folder}/{NOTE}", seal({"format": FORMAT, **vars(note)}))
 
     def problems(self) -> list[str]:

@@ -129,10 +129,10 @@ def test_the_note_of_numbered_records_counts_one_that_a_listing_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = NumberedRecords(Storage.at(tmp_path), "moves", lambda number: number)
-    records.create(1, {"format": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(records, "numbers", lambda: [1])
-        records.create(2, {"format": 1})
+    for number, listed in ((1, []), (2, [1])):
+        with monkeypatch.context() as patch:
+            patch.setattr(records, "numbers", lambda listed=listed: listed)
+            records.create(number, {"format": 1})
     (tmp_path / records.file(2)).unlink()
     with pytest.raises(DamagedError, match=r"000002\.json' is missing"):
         records.newest()

@@ -198,7 +198,7 @@ def test_names_of_banks_are_not_read_as_yaml(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_command_ends_when_nobody_reads_its_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As behind `| head`: the reader is gone when a line is written, or when what is kept of it is."""
+    """The reader is gone when a line is written, or when what is kept of it is, as behind `| head`."""
 
     class Unread(io.StringIO):
         file = (tmp_path / "output").open("w")

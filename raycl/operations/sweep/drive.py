@@ -115,9 +115,8 @@ class AtTaskEnds(FIFOScheduler):  # type: ignore[misc]
             decision = self.rule.on_trial_result(tune_controller, trial, result)
             last = result[TASKS] >= self.tasks
             run = self.folder.run(trial.config["number"])
-            earlier = read_decision(
-                run, int(result[TASKS])
-            )  # by an earlier session, or before its process died: it holds
+            # one by an earlier session, or before its process died, holds
+            earlier = read_decision(run, int(result[TASKS]))
             continues = decision != TrialScheduler.STOP or last if earlier is None else earlier
             if earlier is None:
                 write_decision(run, int(result[TASKS]), continues)
