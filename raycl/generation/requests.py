@@ -1,4 +1,4 @@
-"""Limits and draws of the tokens of answers, and the events that answer requests."""
+"""Constraints limit the tokens of an answer, sampling settings say how they are drawn, and events report the answer."""
 
 from __future__ import annotations
 
