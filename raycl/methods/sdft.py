@@ -25,11 +25,13 @@ Deviations:
 - Dropout is that of the run in p's pass; writing and q have none. Theirs has none at all.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -38,13 +40,14 @@ from torch.nn.functional import kl_div
 from raycl.backbone import Backbone, Output
 from raycl.backbone.base import evaluating
 from raycl.backbone.positions import attends_to_all
-from raycl.data.loader import padded
+from raycl.data.loader import Collate, padded
 from raycl.data.tokens import TokenTable
 from raycl.errors import ConfigError
 from raycl.methods.base import Learned, State, activate
 from raycl.methods.context import TaskContext
 from raycl.methods.held_weights import HeldWeights
 from raycl.methods.wrapper import Wrapper, WrapperConfig
+from raycl.metrics.per_example import normalize
 from raycl.types import IGNORE, Batch, Phase, Task
 
 TEACHER = "sdft/teacher"
@@ -52,6 +55,11 @@ TEACHER = "sdft/teacher"
 
 ANSWER = "{answer}"
 """Stands for a row's answer in the words around it."""
+
+LOOKED_AT = 32
+"""Rows of a task by which `Sdft` measures whether the teacher follows examples, at most."""
+
+log = logging.getLogger(__name__)
 
 
 class SdftConfig(WrapperConfig):
@@ -167,6 +175,7 @@ class Sdft(Wrapper):
         self._tables: list[TokenTable] = []
         self._max_tokens = 0
         self._followed = 0
+        self._repeated: dict[str, float] = {}
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that the backbone reads an example in its prompt, and that rows have answers.
@@ -197,14 +206,33 @@ class Sdft(Wrapper):
         """
         self.learner.begin_task(phase, context)
         self._context, self._tables = context, context.tables("train")
-        self._max_tokens = max(map(self._written, phase.tasks))
+        self._max_tokens = max(map(self._most_written, phase.tasks))
         for task in context.stream.tasks:
             self._check_positions(task, context)
         if not context.resumed:
             self._followed = 0
             self.teacher.hold()
+            self._repeated = {table.task.name: self._share_repeated(table) for table in self._tables}
 
-    def _written(self, task: Task) -> int:
+    def _share_repeated(self, table: TokenTable) -> float:
+        """Return the share of a task's first rows whose answers the model writes when it reads them as examples."""
+        rows = range(min(len(table), LOOKED_AT))
+        codec = self.backbone.codec
+        batch = Collate([table], codec.pad_id)(np.array(rows), len(rows))
+        read = self._read(batch, self._with_examples(table, rows))
+        written = codec.decode(self._answers(read, self._most_written(table.task), temperature=0.0))
+        pairs = zip(written, table.references(rows), strict=True)
+        count = sum(normalize(answer) in map(normalize, references) for answer, references in pairs)
+        if 2 * count < len(rows):
+            log.warning(
+                "    method 'sdft': the model wrote the answer that it read as an example for %d of %d rows of task "
+                "'%s', so it has little to learn from itself: try other words in method.example, or a model that "
+                "follows examples",
+                *(count, len(rows), table.task.name),
+            )
+        return count / len(rows)
+
+    def _most_written(self, task: Task) -> int:
         """Return the most tokens that the model writes of an answer to a task."""
         assert self._context is not None, "a phase has begun"
         return self.config.max_tokens or self._context.target_limit(task)
@@ -212,11 +240,11 @@ class Sdft(Wrapper):
     def _check_positions(self, task: Task, context: TaskContext) -> None:
         codec, limit = self.backbone.codec, self.backbone.max_positions
         words = len(codec.encode_source([self.config.example.replace(ANSWER, "")])[0])
-        read = context.source_limit(task) + words + context.target_limit(task)
-        if limit is not None and read + self._written(task) > limit:
+        read, written = context.source_limit(task) + words + context.target_limit(task), self._most_written(task)
+        if limit is not None and read + written > limit:
             raise ConfigError(
                 f"method 'sdft' reads up to {read} tokens of a prompt of task '{task.name}' with an example, and up to "
-                f"{self._written(task)} of an answer, which is more than the {limit} positions of the backbone: lower "
+                f"{written} of an answer, which is more than the {limit} positions of the backbone: lower "
                 "stream.max_source_tokens, stream.max_target_tokens or method.max_tokens"
             )
 
@@ -234,19 +262,22 @@ class Sdft(Wrapper):
 
         A row's draws depend on the step and the row alone, so that neither accumulation nor workers change them.
         """
+        real = int((batch.rows >= 0).sum())
+        seeds = [seed + row for row in batch.rows[:real].tolist()]
+        drawn = self._answers(batch.first(real), self._max_tokens, 1.0, seeds) if real else []
+        return drawn + [[] for _ in range(len(batch) - real)]
+
+    def _answers(self, batch: Batch, max_tokens: int, temperature: float, seeds: Sequence[int] = ()) -> list[list[int]]:
+        """Return the ids that the model writes to each prompt, with the end where it comes in time."""
         # imported here, since commands that only read configs would wait for transformers
         from raycl.generation.answer_batch import AnswerBatch, Prompts
 
-        real = int((batch.rows >= 0).sum())
-        answers: list[list[int]] = [[] for _ in range(len(batch))]
-        if not real:
-            return answers
-        backbone, read = self.backbone, batch.first(real).to(self.backbone.device)
-        numbers, seeds = batch.rows[:real].tolist(), [seed + row for row in batch.rows[:real].tolist()]
-        writer = AnswerBatch(backbone, partial(activate, self.learner), real)
-        writer.read_rows = real
+        backbone, read = self.backbone, batch.to(self.backbone.device)
+        numbers, answers = batch.rows.tolist(), [list[int]() for _ in range(len(batch))]
+        writer = AnswerBatch(backbone, partial(activate, self.learner), len(batch))
+        writer.read_rows = len(batch)
         with evaluating(backbone), backbone.inference(), torch.no_grad():
-            prompts = Prompts("", read, self._max_tokens, self.route(read), temperature=1.0, seeds=seeds)
+            prompts = Prompts("", read, max_tokens, self.route(read), temperature=temperature, seeds=seeds)
             for answer in writer.answers([prompts]):
                 # a model that has diverged writes nothing, which the pass over the batch finds
                 answers[numbers.index(answer.row)] = list(answer.ids) or [backbone.codec.eos_id]
@@ -254,15 +285,17 @@ class Sdft(Wrapper):
 
     def judged(self, batch: Batch) -> Output:
         """Return the teacher's outputs for answers to rows of the phase, each of which it reads as an example."""
-        pad_id, device = self.backbone.codec.pad_id, batch.source_ids.device
-        sources = [[pad_id] for _ in range(len(batch))]
+        sources = [[self.backbone.codec.pad_id] for _ in range(len(batch))]
         for table, places, rows in self._by_table(batch.rows.tolist()):
             for place, ids in zip(places, self._with_examples(table, rows), strict=True):
                 sources[place] = ids
-        mask = padded([[1] * len(ids) for ids in sources], 0, 1)
-        return self.teacher.output(
-            replace(batch, source_ids=padded(sources, pad_id, 1).to(device), source_mask=mask.to(device))
-        )
+        return self.teacher.output(self._read(batch, sources))
+
+    def _read(self, batch: Batch, sources: Sequence[Sequence[int]]) -> Batch:
+        """Return the batch with other prompts."""
+        ids, mask = padded(sources, self.backbone.codec.pad_id, 1), padded([[1] * len(ids) for ids in sources], 0, 1)
+        device = batch.source_ids.device
+        return replace(batch, source_ids=ids.to(device), source_mask=mask.to(device))
 
     def _by_table(self, rows: Sequence[int]) -> Iterator[tuple[TokenTable, list[int], list[int]]]:
         """Yield each table of the phase with the places of its rows in a batch, and the rows."""
@@ -287,11 +320,18 @@ class Sdft(Wrapper):
         self.teacher.clear()
         return self.learner.end_task(context)
 
+    def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Add the share of each task's first rows whose answers the model wrote when it read them as examples."""
+        return self.learner.summary(observed) | {"examples_repeated": self._repeated}
+
     def state_dict(self) -> State:
         values, tensors = self.learner.state_dict()
-        return {**values, "sdft": {"followed": self._followed}}, tensors | self.teacher.tensors(TEACHER)
+        return {
+            **values,
+            "sdft": {"followed": self._followed, "repeated": self._repeated},
+        }, tensors | self.teacher.tensors(TEACHER)
 
     def load_state_dict(self, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         self.learner.load_state_dict(values, tensors)
-        self._followed = values["sdft"]["followed"]
+        self._followed, self._repeated = values["sdft"]["followed"], values["sdft"]["repeated"]
         self.teacher.restore(TEACHER, tensors)

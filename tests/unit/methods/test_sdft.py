@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from phases import begin_phase, end_phase
 from tiny import ENGINES, Lab, run, trace
 from torch import Tensor
 
-from raycl.data.loader import Collate, eval_batches
+from raycl.data.loader import Collate, eval_batches, padded
 from raycl.errors import ConfigError
 from raycl.generation import dynamic_cache
 from raycl.generation.requests import Sampling
@@ -163,6 +164,32 @@ def test_the_model_answers_its_own_prompt_by_draws_of_the_row_and_step_alone(lab
 
 def _fields() -> tuple[str, ...]:
     return ("source_ids", "source_mask", "target_ids", "label_ids", "weight", "rows")
+
+
+def test_there_is_a_warning_for_a_model_that_does_not_write_the_answer_that_it_reads(
+    lab: Lab, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is said of one that has learned to repeat the example; the share is resumed, and in the results."""
+    method, context, data, _ = begun(lab)
+    told = "method 'sdft': the model wrote the answer that it read as an example for 0 of "
+    (table,) = data.tables("train")
+    assert told in caplog.text and method.summary({})["examples_repeated"] == {table.task.name: 0.0}
+    rows = range(len(table))
+    plain = Collate([table], context.backbone.codec.pad_id)(np.arange(len(rows)), len(rows))
+    sources = method._with_examples(table, rows)
+    batch = replace(plain, source_ids=padded(sources, 0, 1), source_mask=padded([[1] * len(s) for s in sources], 0, 1))
+    optimizer = torch.optim.Adam(context.backbone.parameters(), 3e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        with activate_batch(method, batch):
+            context.backbone(batch).loss_sum.backward()
+        optimizer.step()
+    caplog.clear()
+    begin_phase(context, 0)
+    assert "sdft" not in caplog.text and method.summary({})["examples_repeated"] == {table.task.name: 1.0}
+    restored = begun(lab)[0]
+    restored.load_state_dict(*method.state_dict())
+    assert restored.summary({}) == method.summary({})
 
 
 def test_it_becomes_like_its_teacher(lab: Lab, tmp_path: Path) -> None:
