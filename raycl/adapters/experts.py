@@ -174,7 +174,7 @@ class StackedExperts(nn.Module):
         y = self._project("gate_up_proj" if experts.has_gate else "up_proj", hidden_ND[index_S], at)
         y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
         y = self._project("down_proj", y, at)
-        if experts.has_post_expert_norm:
+        if getattr(experts, "has_post_expert_norm", False):  # transformers 5.15 has no such experts
             y = experts.post_expert_norm(y)
         y = (y * weights_NK.flatten()[order_S, None])[order_S.argsort()]
         return y.view(*chosen_NK.shape, -1).sum(1).to(hidden_ND.dtype)

@@ -220,7 +220,7 @@ class Backbone(nn.Module, ABC):
         elif is_flash and has_weights and self.dtype == torch.float32:
             reason = "the model computes in float32, and it needs backbone.dtype=bfloat16"
         elif has_weights:
-            self.model.set_attn_implementation(name)
+            _set_attention(self.model, name)
             self.inference_attention = None
             if self.model.config._attn_implementation != name:
                 reason = f"{type(self.model).__name__} cannot change its attention"
@@ -232,7 +232,7 @@ class Backbone(nn.Module, ABC):
         """Disable gradients inside, and compute attention and products in the way that is faster without them."""
         training_attention = self.model.config._attn_implementation
         if self.inference_attention is not None:
-            self.model.set_attn_implementation(self.inference_attention)
+            _set_attention(self.model, self.inference_attention)
         try:
             with (
                 torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext(),
@@ -241,7 +241,7 @@ class Backbone(nn.Module, ABC):
                 yield
         finally:
             if self.inference_attention is not None:
-                self.model.set_attn_implementation(training_attention)
+                _set_attention(self.model, training_attention)
 
     @contextmanager
     def without_recomputation(self) -> Iterator[None]:
@@ -419,6 +419,14 @@ def summed_at(logits_MC: Tensor, labels_M: Tensor) -> Tensor:
     """Return the sum in float32 of each row's entry at its label; rows whose label is IGNORE count nothing."""
     picked_M = logits_MC.float().gather(1, labels_M.clamp(min=0).unsqueeze(1)).squeeze(1)
     return picked_M.masked_fill(labels_M == IGNORE, 0.0).sum()
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """Compute a model's attention in this way, and that of its parts."""
+    model.set_attn_implementation(name)
+    for part in model.modules():  # transformers 5.15 leaves out parts whose config is a copy, such as T5's stacks
+        if hasattr(part, "set_attn_implementation") and part.config._attn_implementation != name:
+            part.set_attn_implementation(name)
 
 
 def checkpoint_activations(model: Any) -> None:
