@@ -5,7 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -201,6 +203,15 @@ class Backbone(nn.Module, ABC):
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+    @cached_property
+    def cache_argument(self) -> str | None:
+        """The argument of the model's forward pass that keeps keys and values between passes; None: there is none.
+
+        Transformers calls it `cache` from 5.24 on, `past_key_values` before.
+        """
+        names = signature(self.model.forward).parameters
+        return next((name for name in ("cache", "past_key_values") if name in names), None)
 
     def use_attention(self, name: Attention) -> None:
         """Compute attention in this way from now on. A model without weights (meta device) is asked if it could.

@@ -5,7 +5,6 @@ of all other models decode the same answers token by token (`continuous_batch`),
 """
 
 from collections.abc import Callable, Sequence
-from inspect import signature
 
 import torch
 from torch import Tensor
@@ -42,8 +41,8 @@ def answers_continuously(backbone: Backbone) -> bool:
         return False  # for example forced tokens or a penalty on repetitions
     if capabilities.separate_encoder:
         return model.config.model_type in RELATIVE
-    keeps_keys = "past_key_values" in signature(model.forward).parameters  # GPT has no cache, RWKV another
-    return keeps_keys and attends_to_all(model.config)
+    # GPT has no cache, and RWKV and Mamba keep something else in it
+    return backbone.cache_argument is not None and not model._is_stateful and attends_to_all(model.config)
 
 
 @torch.no_grad()

@@ -112,17 +112,16 @@ def _read(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
     """Read the prompts of a decoder-only model, where they begin the sequence."""
     rows, mask = pad_left(*inputs.values())
     name = next(iter(inputs))
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), DynamicCache()
     with _ends_alone(backbone.model):
         out = backbone.model(
             **{name: rows},
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=DynamicCache(),
-            use_cache=True,
+            **kept_in(cache, backbone),
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], mask, _layers(out.get("past_key_values")))
+    return DynamicKVCache(out.logits[:, -1], mask, _layers(cache))
 
 
 @torch.no_grad()
@@ -148,8 +147,7 @@ def prompt_logprobs(backbone: Backbone, ids: Sequence[int], count: int) -> list[
                 **{name: inputs[name][:, start:end]},
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
+                **kept_in(cache, backbone),
             )
             first = max(start, before)  # a position in front of the text predicts no token of it
             if first < end:
@@ -167,17 +165,16 @@ def read_on(backbone: Backbone, layers: Layers, before: Tensor, rests: Sequence[
     """
     prompts = batch_of(rests, backbone.codec.pad_id).to(backbone.device)
     ids, mask = pad_left(prompts.source_ids, prompts.source_mask)
-    full_mask = torch.cat([before, mask], dim=1)
+    full_mask, cache = torch.cat([before, mask], dim=1), _cache(layers)
     with backbone.precision(), _ends_alone(backbone.model):
         out = backbone.model(
             input_ids=ids,
             attention_mask=full_mask,
             position_ids=(full_mask.cumsum(1) - 1).clamp(min=0)[:, before.shape[1] :],
-            past_key_values=_cache(layers),
-            use_cache=True,
+            **kept_in(cache, backbone),
             logits_to_keep=1,
         )
-    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(out.get("past_key_values")))
+    return DynamicKVCache(out.logits[:, -1], full_mask, _layers(cache))
 
 
 @contextmanager
@@ -211,11 +208,9 @@ def _encoded(backbone: Backbone, inputs: dict[str, Tensor]) -> DynamicKVCache:
         encoder_outputs=BaseModelOutput(last_hidden_state=hidden),
         attention_mask=inputs["attention_mask"],
         decoder_input_ids=ids,
-        past_key_values=cache,
-        use_cache=True,
+        **kept_in(cache, backbone),
     )
-    caches = out.past_key_values
-    layers, cross = _layers(caches.self_attention_cache), _layers(caches.cross_attention_cache)
+    layers, cross = _layers(cache.self_attention_cache), _layers(cache.cross_attention_cache)
     return DynamicKVCache(out.logits[:, -1], torch.ones_like(ids), layers, inputs["attention_mask"], hidden, cross)
 
 
@@ -234,21 +229,24 @@ def step(backbone: Backbone, state: DynamicKVCache, next_B: Tensor) -> DynamicKV
                 input_ids=next_B[:, None],
                 attention_mask=mask,
                 position_ids=state.mask.sum(1, keepdim=True),
-                past_key_values=cache,
-                use_cache=True,
+                **kept_in(cache, backbone),
             )
-            return DynamicKVCache(out.logits[:, -1], mask, _layers(out.get("past_key_values")))
+            return DynamicKVCache(out.logits[:, -1], mask, _layers(cache))
         both = EncoderDecoderCache(_cache(state.layers), _cache(state.cross))
         out = backbone.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=state.hidden),
             attention_mask=state.source_mask,
             decoder_input_ids=next_B[:, None],
             decoder_attention_mask=mask,
-            past_key_values=both,
-            use_cache=True,
+            **kept_in(both, backbone),
         )
-    layers = _layers(out.past_key_values.self_attention_cache)
+    layers = _layers(both.self_attention_cache)
     return replace(state, logits=out.logits[:, -1], mask=mask, layers=layers)
+
+
+def kept_in(cache: Any, backbone: Backbone) -> dict[str, Any]:
+    """Return the arguments of a model's forward pass by which it continues a cache and adds to it."""
+    return {backbone.cache_argument or "cache": cache, "use_cache": True}
 
 
 def _cache(layers: Layers) -> DynamicCache:
@@ -262,11 +260,10 @@ def _cache(layers: Layers) -> DynamicCache:
     return cache
 
 
-def _layers(cache: Any) -> Layers:
-    """Return the keys and values of a model's cache; None: it gave none."""
-    layers = [] if cache is None else cache.layers
-    plain = [layer for layer in layers if type(layer).__name__ == "DynamicLayer"]
-    if not plain or len(plain) != len(layers):
+def _layers(cache: DynamicCache) -> Layers:
+    """Return the keys and values that a model has added to a cache."""
+    plain = [layer for layer in cache.layers if type(layer).__name__ == "DynamicLayer"]
+    if not plain or len(plain) != len(cache.layers):
         raise BackboneError(
             "this backbone keeps something else than keys and values between tokens (a sliding window, a recurrent "
             "state, nothing), so sequences cannot join a running batch: serve another one"

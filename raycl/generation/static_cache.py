@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from raycl.backbone.base import Backbone
 from raycl.backbone.positions import attends_to_all
-from raycl.generation.dynamic_cache import DynamicKVCache
+from raycl.generation.dynamic_cache import DynamicKVCache, kept_in
 
 log: logging.Logger = logging.getLogger("raycl")
 
@@ -228,8 +228,7 @@ class StaticKVCache:
                 input_ids=self._ids,
                 attention_mask=self._mask,
                 position_ids=self._positions[:, None],
-                past_key_values=Cache(layers=list(self._layers)),
-                use_cache=True,
+                **kept_in(Cache(layers=list(self._layers)), self.backbone),
             )
         self._logits.copy_(out.logits[:, -1])
         self._positions.add_(self._moves)

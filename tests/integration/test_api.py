@@ -119,9 +119,10 @@ def test_on_phase_fails_and_the_store_is_away(
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_call_leaves_logging_as_it_was(
-    is_own: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_own: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A quiet call after one that was not says errors alone, or what the caller's own logging takes."""
+    caplog.set_level(logging.WARNING)  # the root's, which libraries of other tests may have changed
     log, taken = logging.getLogger("raycl"), list[str]()
     own = logging.NullHandler()
     monkeypatch.setattr(own, "handle", lambda record: taken.append(record.getMessage()))
