@@ -57,7 +57,7 @@ ANSWER = "{answer}"
 """Stands for a row's answer in the words around it."""
 
 LOOKED_AT = 32
-"""Rows of a task by which `Sdft` measures whether the teacher follows examples, at most."""
+"""Rows of a task of labels by which `Sdft` measures whether the teacher follows examples, at most."""
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,9 @@ class Sdft(Wrapper):
         if not context.resumed:
             self._followed = 0
             self.teacher.hold()
-            self._repeated = {table.task.name: self._share_repeated(table) for table in self._tables}
+            # good answers to tasks without labels are seldom those of the rows, word by word
+            labelled = [table for table in self._tables if table.task.labels is not None]
+            self._repeated = {table.task.name: self._share_repeated(table) for table in labelled}
 
     def _share_repeated(self, table: TokenTable) -> float:
         """Return the share of a task's first rows whose answers the model writes when it reads them as examples."""
@@ -321,7 +323,7 @@ class Sdft(Wrapper):
         return self.learner.end_task(context)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Add the share of each task's first rows whose answers the model wrote when it read them as examples."""
+        """Add the share of first rows of tasks of labels whose answers the model wrote when it read them."""
         return self.learner.summary(observed) | {"examples_repeated": self._repeated}
 
     def state_dict(self) -> State:

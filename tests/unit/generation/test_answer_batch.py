@@ -11,7 +11,14 @@ import pytest
 import torch
 from axes import sampled
 from tiny import Lab, save_model
-from transformers import AutoConfig, AutoTokenizer, OpenAIGPTConfig, OpenAIGPTLMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    MambaConfig,
+    MambaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+)
 
 from raycl.adapters import AdapterStack
 from raycl.adapters.soft_prompts import MixedPrompts
@@ -209,6 +216,11 @@ def test_models_whose_answers_are_not_the_most_likely_tokens_use_generate(
     sizes = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 1, "eos_token_id": 2}
     gpt = wrap_model(OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)), word_tokenizer("llama", ["a"]), 8, 8).eval()
     assert not answers_continuously(gpt), "it keeps nothing between tokens"
+    mamba_sizes = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 2}
+    words = word_tokenizer("llama", ["a"])
+    mamba = wrap_model(MambaForCausalLM(MambaConfig(**mamba_sizes)), words, 8, 8).eval()
+    monkeypatch.setattr(mamba, "cache_argument", "cache")  # as transformers 5.24 calls its states too
+    assert not answers_continuously(mamba), "it keeps states, not keys and values"
     with pytest.raises(BackboneError, match="keeps something else than keys and values between tokens"):
         dynamic_cache.begin(gpt, [[1, 3]])
 

@@ -190,6 +190,9 @@ def test_there_is_a_warning_for_a_model_that_does_not_write_the_answer_that_it_r
     restored = begun(lab)[0]
     restored.load_state_dict(*method.state_dict())
     assert restored.summary({}) == method.summary({})
+    data.phase = replace(data.phase, tasks=(replace(table.task, labels=None),))
+    method.begin_task(data.phase, data)
+    assert method.summary({})["examples_repeated"] == {}, "good answers without labels are other words"
 
 
 def test_it_becomes_like_its_teacher(lab: Lab, tmp_path: Path) -> None:
