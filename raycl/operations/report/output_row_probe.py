@@ -120,7 +120,7 @@ def probe_table(probes: Probes) -> str:
         table.add_row(f"{kind} ({len(paths)})", *(points(model.mean_overlap(paths)) for model in probes.models))
     head = (
         f"large outputs that two tasks share, in percent, mean over pairs of {len(probes.models[0].tasks)} tasks, "
-        f"{probes.rows} texts each: {probes.title}"
+        f"at most {probes.rows} texts each: {probes.title}"
     )
     return render(Group(Text(head), table, Text(f"{probes.chance:.1f} is chance")))
 

@@ -61,7 +61,7 @@ def test_shares_are_counted_by_pairs_and_averaged_over_layers_of_a_kind_and_seed
     assert spread is not None and spread.mean == pytest.approx((third + 100) / 2)
     assert spread.std == pytest.approx((100 - third) / 2**0.5)
     lines = probe_table(probes).splitlines()
-    assert lines[-1] == "20.0 is chance" and "5 texts each" in lines[0]
+    assert lines[-1] == "20.0 is chance" and "at most 5 texts each" in lines[0]
     (cells,) = [line.split()[1:] for line in lines if ".wi" in line]
     assert cells == ["(2)", "100.0", "66.7", "66.7", "±", "47.1"]
     rows = list(csv.DictReader(io.StringIO(probe_csv([probes]))))
