@@ -61,7 +61,7 @@ class Study(RecordedRuns):
 
     def alone(self, row: str) -> list[float]:
         """Return AP of the tasks learned alone, for the seeds of a row."""
-        singles = self.entries[row].singles
+        singles = self.entries[row].singles if row in self.entries else None  # `untrained` is no row of its own
         return [] if singles is None else self.numbers(singles, "ap", list(self.runs[row]))
 
 
