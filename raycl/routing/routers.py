@@ -166,7 +166,7 @@ class TextRouter(Router):
 
     @classmethod
     def selected(cls, state: RouterState, dev: Mapping[str, Tensor]) -> RouterState:
-        """Return the state with keys or discriminant, whichever routes more dev texts to their task."""
+        """Return the state with keys or discriminant, whichever gives the slots of dev texts' own tasks more weight."""
         router = SlotRouter.restored(state)
         for task in router.tasks:
             router.hold_out(task, dev[task])

@@ -205,35 +205,39 @@ class SlotRouter:
 
     # ---- judging ---------------------------------------------------------------------------------------------
 
-    def chosen(self, kind: Kind, queries_BC: Tensor) -> Tensor:
-        """Return `[B]` number of the task that has the largest summed weight."""
+    def task_weights(self, kind: Kind, queries_BC: Tensor) -> Tensor:
+        """Return `[B, T]` the summed weight of each task's adapters."""
         weights = self._weights(kind, queries_BC)
         columns = self.joined_on(queries_BC.device).owner.repeat(self.groups if self.per_group else 1)
-        return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights).argmax(1)
+        return weights.new_zeros(len(weights), len(self.tasks)).index_add(1, columns, weights)
 
     def confusion(self) -> dict[str, dict[str, dict[str, float]]]:
-        """Return kind -> task -> task that is chosen -> percent of the first one's dev texts; zeros are left out."""
+        """Return kind -> task -> other task -> mean weight in percent that dev texts of the first give the adapters of
+        the other.
+
+        Weights of a text add up to one; other tasks with less than 0.05 percent are left out.
+        """
         percents: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
         for task in self.tasks:
             queries = self.dev.get(task)
             if queries is None or not len(queries):
                 continue
             for kind in KINDS:
-                chosen = self.chosen(kind, queries)
-                shares = {name: 100 * float((chosen == index).float().mean()) for index, name in enumerate(self.tasks)}
-                percents[kind][task] = {name: share for name, share in shares.items() if share}
+                shares = dict(zip(self.tasks, (100 * self.task_weights(kind, queries).mean(0)).tolist(), strict=True))
+                percents[kind][task] = {name: share for name, share in shares.items() if share >= 0.05 or name == task}
         return percents
 
-    def dev_accuracy(
+    def own_shares(
         self, confusion: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None
     ) -> dict[str, dict[str, float]]:
-        """Return kind -> task -> percent of its dev texts that find it; `eq13`: SLM's key accuracy (eq. 13).
+        """Return kind -> task -> percent of its dev texts' weight that its own adapters have; `eq13`: SLM's key
+        accuracy (eq. 13).
 
         Args:
             confusion: `confusion()`, if it is known.
         """
         percents = {
-            kind: {task: shares.get(task, 0.0) for task, shares in by_task.items()}
+            kind: {task: shares[task] for task, shares in by_task.items()}
             for kind, by_task in (self.confusion() if confusion is None else confusion).items()
         }
         percents["eq13"] = {}
@@ -246,11 +250,15 @@ class SlotRouter:
         return percents
 
     def select(self) -> None:
-        """Select the kind that chooses better on the dev texts of all tasks; the paper's where they are equal."""
-        dev_accuracy = self.dev_accuracy()
-        if dev_accuracy["keys"]:
-            means = {kind: sum(dev_accuracy[kind].values()) / len(dev_accuracy[kind]) for kind in KINDS}
-            self.kind = max(KINDS, key=lambda kind: means[kind])
+        """Select the kind under which dev texts of all tasks give their own adapters more weight; the paper's where
+        they are equal.
+
+        The task with the largest weight would be no measure: keys can find it and give a third to another one.
+        """
+        shares = self.own_shares()
+        if shares["keys"]:
+            means = {kind: sum(shares[kind].values()) / len(shares[kind]) for kind in KINDS}
+            self.kind = max(KINDS, key=lambda kind: round(means[kind], 3))
 
     def ood_score(self, queries_BC: Tensor) -> Tensor:
         """Return `[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.

@@ -169,7 +169,7 @@ def test_every_setting_learns_and_its_snapshot_is_whole(
     assert len(newest.adapters) == (32 if settings.get("value_layout") == "per_group" else 8)
     result = storage.read_json("results.json")
     routing = RouterSummary.of(result)
-    assert set(result["phase_summaries"][-1]["found"]) == {"keys", "discriminant", "eq13"}
+    assert set(result["phase_summaries"][-1]["own_shares"]) == {"keys", "discriminant", "eq13"}
     assert routing.tasks == result["phases"] and routing.novelty == {}, "a run without dev texts"
     assert routing.owners == [task for task in routing.tasks for _ in range(4)]
     for i, row in enumerate(routing.cosines):

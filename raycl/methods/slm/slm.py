@@ -71,8 +71,8 @@ class SlmConfig(StartSettings):
     target_modules: TargetModules = ("attention.out",)
     router: Literal["keys", "discriminant", "auto"] = Field(
         "auto",
-        description="what selects slots at test; auto: keys or discriminant, whichever routes more dev texts to "
-        "their task",
+        description="what selects slots at test; auto: keys or discriminant, whichever gives the slots of dev "
+        "texts' own tasks more weight",
     )
     train_scope: Literal["own", "seen", "all"] = Field(
         "own",
@@ -293,12 +293,12 @@ class Slm(PerTaskAdapter):
         return RouterState(self.router.kind, settings, self.router.tensors(), encoder, self.encoder.fingerprint)
 
     def summary(self, observed: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the share of dev texts in percent that each router sends to each task, which router is used, and
-        quantiles of out-of-distribution scores."""
+        """Return the share of weight in percent that dev texts give each task's adapters under each router, which
+        router is used, and quantiles of out-of-distribution scores."""
         confusion, outside = self.router.confusion(), self.router.outside_scores()
         return super().summary(observed) | {
             "router": "task" if self._knows_task else self.router.kind,
-            "found": self.router.dev_accuracy(confusion),
+            "own_shares": self.router.own_shares(confusion),
             "confusion": confusion,
             "novelty": {task: 100 * float(scores_B.mean()) for task, scores_B in outside.items()},
             "ood": quantiles(self.router, outside),

@@ -23,7 +23,7 @@ from raycl.routing.score_summary import texts_below
 Value = TypeVar("Value")
 
 KINDS = {"keys": "keys", "discriminant": "discriminant", "eq13": "eq. 13"}
-"""Way of finding a text's task -> title; eq. 13 is the paper's measure of the keys, no router."""
+"""Router of slots -> title; eq. 13 is the paper's measure of the keys, no router."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class RouterSummary:
     Attributes:
         used: the kind that chose in the evaluation of the last phase; `task` where the task id was given.
         tasks: tasks in the order in which they were learned.
-        found: kind -> task -> percent of its dev texts that find it; tasks without dev texts are missing.
-        confusion: kind -> task -> task that is chosen -> percent of the first one's dev texts; zeros are left out, and
-            runs of earlier versions have none.
+        own_shares: kind -> task -> percent of its dev texts' weight that its own adapters have; tasks without dev texts
+            are missing.
+        confusion: kind -> task -> other task -> mean weight in percent that dev texts of the first give the adapters of
+            the other; tasks with next to none are left out, and runs of earlier versions have none.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         kept: number of texts that the scores of learned tasks are compared with; 0: no scores were recorded.
         learned: task -> quantiles (`QUANTILES`) of the out-of-distribution scores of its dev texts after the last task.
@@ -56,7 +57,7 @@ class RouterSummary:
 
     used: str
     tasks: list[str]
-    found: dict[str, dict[str, float]]
+    own_shares: dict[str, dict[str, float]]
     confusion: dict[str, dict[str, dict[str, float]]]
     novelty: dict[str, float]
     kept: int
@@ -73,7 +74,7 @@ class RouterSummary:
         """Read the routing of a run that has it (`has_routing`)."""
         phases: Sequence[Tree] = result["phase_summaries"]
         last, names = phases[-1], [str(name) for name in result["phases"]]
-        shares_by_kind = {kind: dict(last.get("found", {}).get(kind) or {}) for kind in KINDS}
+        shares_by_kind = {kind: dict(last.get("own_shares", {}).get(kind) or {}) for kind in KINDS}
         rows = [row for summary in phases for row in summary.get("slot_similarity", ())]
         places = range(len(rows))
         owners = [
@@ -84,7 +85,7 @@ class RouterSummary:
         return RouterSummary(
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
-            found=shares_by_kind,
+            own_shares=shares_by_kind,
             confusion=last.get("confusion", {}),
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             kept=int(ood[-1].get("kept", 0)),
@@ -99,8 +100,8 @@ class RouterSummary:
 
     @property
     def confused(self) -> dict[str, list[float]]:
-        """Task with dev texts -> percent of them that the kind that chose sends to each of `tasks`, where it chooses by
-        texts."""
+        """Task with dev texts -> percent of their weight on each of `tasks` under the kind that chose, where it chooses
+        by texts."""
         by_task = ordered(self.confusion.get(self.used, {}), self.tasks)
         return {task: [shares.get(other, 0.0) for other in self.tasks] for task, shares in by_task.items()}
 

@@ -1,4 +1,4 @@
-"""Plots of routers: similarity of the keys, where they lie in the plane, how many texts find their task.
+"""Plots of routers: similarity of the keys, where they lie in the plane, the weight of texts on their own task.
 
 Two tasks whose keys are confused are seen at a glance, in three panels that share one order of tasks.
 
@@ -85,13 +85,13 @@ def router_figure(results: Sequence[Tree]) -> Figure:
         figure.colorbar(ScalarMappable(scale, COLOUR_MAP), cax=bar).ax.tick_params(labelsize=8)
         keys = "keys of all groups in the plane (t-SNE by cosine)"
         _draw_plane(axes_at(figure, columns[1], size, size, top), routing.tasks, routing.points, keys)
-        _draw_found(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
+        _draw_own_shares(axes_at(figure, columns[2], BARS_WIDTH, size, top), routing, size)
         top += size + BELOW
     return figure
 
 
 def confusion_figure(results: Sequence[Tree]) -> Figure:
-    """Return one heat map per run: percent of each task's dev texts that its router sends to each task."""
+    """Return one heat map per run: percent of the weight of each task's dev texts that its router gives each task."""
     routings = [RouterSummary.of(result) for result in results]
     sizes = [(CELL_WIDTH * len(routing.tasks), CELL_HEIGHT * len(routing.confused)) for routing in routings]
     width = max(width for width, _ in sizes)
@@ -101,7 +101,7 @@ def confusion_figure(results: Sequence[Tree]) -> Figure:
         top += ABOVE
         axes = axes_at(figure, MARGIN, run_width, height, top)
         draw_cells(axes, np.array(list(routing.confused.values())), routing.tasks, list(routing.confused))
-        axes.set_title(f"{title}\nsent to the adapters of", fontsize=9, loc="left")
+        axes.set_title(f"{title}\nweight on the adapters of", fontsize=9, loc="left")
         axes.set_ylabel("dev texts of", fontsize=9)
         draw_scale(axes_at(figure, MARGIN + run_width + 0.2, 0.12, height, top))
         top += height + BELOW
@@ -203,21 +203,21 @@ def _draw_plane(axes: Axes, tasks: Sequence[str], points: Sequence[Point], title
         axes.text(0.5, 0.5, "left out: too few keys, or too many", ha="center", fontsize=9, transform=axes.transAxes)
 
 
-def _draw_found(axes: Axes, routing: RouterSummary, size: float) -> None:
+def _draw_own_shares(axes: Axes, routing: RouterSummary, size: float) -> None:
     """Draw for each task a bar per kind, the first task on top, with numbers where there is room."""
     count = len(routing.tasks)
     thick = 0.8 / len(KINDS)
     for number, (kind, title) in enumerate(KINDS.items()):
-        shares = [routing.found[kind].get(task, np.nan) for task in routing.tasks]
+        shares = [routing.own_shares[kind].get(task, np.nan) for task in routing.tasks]
         places = np.arange(count) + (number - (len(KINDS) - 1) / 2) * thick
-        mean, used = mean_of(routing.found[kind]), " (in use)" if kind == routing.used else ""
+        mean, used = mean_of(routing.own_shares[kind]), " (in use)" if kind == routing.used else ""
         label = f"{title}{used}" if mean is None else f"{title}{used}: mean {mean:.1f}"
         bars = axes.barh(places, shares, 0.9 * thick, color=BAR_COLOURS[kind], label=label)
         if size / count >= NUMBERED_HEIGHT:
             numbers = ["" if np.isnan(share) else f"{share:.1f}" for share in shares]
             axes.bar_label(bars, labels=numbers, fontsize=7, padding=2)
     for index, task in enumerate(routing.tasks):
-        shares = [routing.found[kind][task] for kind in KINDS if task in routing.found[kind]]
+        shares = [routing.own_shares[kind][task] for kind in KINDS if task in routing.own_shares[kind]]
         blank = "no dev texts" if not shares else "" if max(shares) or size / count >= NUMBERED_HEIGHT else BARELESS
         axes.text(1, index, blank, fontsize=7, va="center", color="0.4")
     axes.set_yticks(range(count), short_names(routing.tasks), fontsize=8)
@@ -227,5 +227,5 @@ def _draw_found(axes: Axes, routing: RouterSummary, size: float) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title("dev texts that find their task, in percent", fontsize=9, loc="left")
+    axes.set_title("weight of dev texts on their own task, in percent", fontsize=9, loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.25 / size), frameon=False, fontsize=8)

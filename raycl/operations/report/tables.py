@@ -150,9 +150,11 @@ def comparison_table(lines: Sequence[Line]) -> Page:
 
 
 def routing_table(result: Tree) -> Page:
-    """Return tasks by ways of finding them, in percent of dev texts; `*` marks the way in use."""
+    """Return tasks by routers: percent of dev texts' weight on their own task; `*` marks the router in use."""
     routing = RouterSummary.of(result)
-    columns = {f"{title} *" if kind == routing.used else title: routing.found[kind] for kind, title in KINDS.items()}
+    columns = {
+        f"{title} *" if kind == routing.used else title: routing.own_shares[kind] for kind, title in KINDS.items()
+    }
     notes = ["*: chose the adapters" if routing.used in KINDS else f"routed by {routing.used}"]
     if routing.novelty:
         columns["novelty"] = routing.novelty
@@ -161,7 +163,7 @@ def routing_table(result: Tree) -> Page:
     table = grid(["", *columns], rows)
     table.add_section()
     table.add_row("mean", *(_number(mean_of(column)) for column in columns.values()))
-    head = f"dev texts that find their task, in percent: {title_of(result)}"
+    head = f"weight of dev texts on their own task, in percent: {title_of(result)}"
     return Page(Text(head), table, Text("; ".join(notes)))
 
 
@@ -186,10 +188,10 @@ def ood_table(result: Tree) -> Page:
 
 
 def confusion_table(result: Tree) -> Page:
-    """Return tasks by tasks: percent of the dev texts of one that the router sends to the other."""
+    """Return tasks by tasks: percent of the weight of dev texts of one that the router gives the other."""
     routing = RouterSummary.of(result)
     rows = ([task, *map(_number, shares)] for task, shares in routing.confused.items())
-    head = f"dev texts of each task, and the task whose adapters the router chose, in percent: {title_of(result)}"
+    head = f"weight of each task's dev texts on the adapters of each task, in percent: {title_of(result)}"
     return Page(Text(head), grid(["", *_heads(routing.tasks)], rows))
 
 
@@ -214,7 +216,7 @@ def routing_comparison(results: Sequence[Tree]) -> Page:
             table.add_row(*label, *row)
             label = [""] * len(label)
         table.add_section()
-    head = "routers: dev texts that find their task, in percent; used: * chose the adapters"
+    head = "routers: weight of dev texts on their own task, in percent; used: * chose the adapters"
     return Page(Text(head), table)
 
 
@@ -377,17 +379,17 @@ def _compared(near: Mapping[str, Any]) -> str:
 
 
 def _routing(result: Tree) -> list[RenderableType]:
-    """Return the router in use, and how often each finds a text's own task (mean over tasks, percent of dev texts)."""
+    """Return the router in use, and the weight of dev texts on their own task under each (mean over tasks)."""
     if not has_routing(result):
         return []
     routing = RouterSummary.of(result)
-    means = {kind: mean for kind in KINDS if (mean := mean_of(routing.found[kind])) is not None}
+    means = {kind: mean for kind in KINDS if (mean := mean_of(routing.own_shares[kind])) is not None}
     used = Text(f"routed by {routing.used}")
     if not means:
         return [used]
     shares = ", ".join(f"{kind} {mean:.1f}" for kind, mean in means.items() if kind != "eq13")
     eq13 = f"; eq. 13 {means['eq13']:.1f}" if "eq13" in means else ""
-    return [used, Text(f"dev texts that find their task: {shares}{eq13}")]
+    return [used, Text(f"weight of dev texts on their own task: {shares}{eq13}")]
 
 
 def _routing_rows(group: Sequence[RouterSummary], tasks: Sequence[str]) -> list[list[str]]:
@@ -396,8 +398,8 @@ def _routing_rows(group: Sequence[RouterSummary], tasks: Sequence[str]) -> list[
     for kind, title in KINDS.items():
         uses = sum(routing.used == kind for routing in group)
         used = "" if not uses else "*" if uses == len(group) else f"{uses} of {len(group)}"
-        cells = [Spread.over([routing.found[kind].get(task) for routing in group]) for task in tasks]
-        mean = Spread.over([mean_of(routing.found[kind]) for routing in group])
+        cells = [Spread.over([routing.own_shares[kind].get(task) for routing in group]) for task in tasks]
+        mean = Spread.over([mean_of(routing.own_shares[kind]) for routing in group])
         rows.append([title, used, *map(points, [*cells, mean])])
     return rows
 

@@ -26,7 +26,7 @@ from raycl.routing.routers import make_router, without
 from raycl.routing.sentence_encoder import EncoderConfig, SentenceEncoder
 from raycl.routing.slot_keys import KeyConfig
 from raycl.routing.slot_weights import RetrievalConfig, slot_weights
-from raycl.routing.slots import Kind, SlotRouter
+from raycl.routing.slots import KINDS, Kind, SlotRouter
 from raycl.routing.statistics import DIRECTIONS, BareTexts, Discriminant, NearestTasks, Statistics
 from raycl.types import Mixture, RouterState
 
@@ -84,15 +84,44 @@ def test_stored_statistics_route_the_same(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["keys", "discriminant"])
-def test_the_confusion_counts_dev_texts_by_the_task_that_is_chosen(kind: Kind) -> None:
+def test_the_confusion_has_the_weight_of_dev_texts_on_each_task(kind: Kind) -> None:
     router = studied(kind, list(TASKS))
     router.hold_out("one", torch.cat([texts_of("one", 30, seed=5), texts_of("two", 10, seed=6)]))
     router.hold_out("three", texts_of("three", 8, seed=7))
     confusion = router.confusion()
     assert list(confusion[kind]) == ["one", "three"], "tasks without dev texts are left out"
-    assert confusion[kind] == {"one": {"one": 75.0, "two": 25.0}, "three": {"three": 100.0}}
-    assert router.dev_accuracy(confusion) == router.dev_accuracy()
-    assert router.dev_accuracy()[kind] == {"one": 75.0, "three": 100.0}
+    for task, dev_BC in router.dev.items():
+        router.kind = kind
+        mixture = router.route(dev_BC)
+        for other in TASKS:
+            own = [number for number, name in enumerate(mixture.names) if name.startswith(f"{other}.")]
+            weight = 100 * float(mixture.weights[:, own].sum(1).mean())
+            assert confusion[kind][task].get(other, 0.0) == pytest.approx(weight, abs=0.05), (task, other)
+    shares = router.own_shares(confusion)
+    assert shares == router.own_shares()
+    assert shares[kind] == {task: confusion[kind][task][task] for task in ("one", "three")}
+    assert 65 < shares["discriminant"]["one"] < 80, "a quarter of its texts are another task's"
+    assert {kind: set(by_task) for kind, by_task in shares.items()} == {kind: {"one", "three"} for kind in shares}
+
+
+def test_the_router_that_gives_other_tasks_weight_is_not_selected() -> None:
+    """Both kinds find each text's task, but keys give the best slot of the other task a third of the weight too."""
+    keys, router = torch.tensor([[1.0, 0.0, 0.0], [0.6, 0.8, 0.0]]), SlotRouter("keys", 1, RetrievalConfig(top_k=2))
+    draw = torch.Generator().manual_seed(0)
+    for key_C, task in zip(keys, ("one", "two"), strict=True):
+        texts_BC = key_C + 0.01 * torch.randn(40, 3, generator=draw)
+        router.add(task, key_C[None, None], Statistics.of(texts_BC))
+        router.hold_out(task, texts_BC)
+    for number, texts_BC in enumerate(router.dev.values()):
+        assert all(bool((router.task_weights(kind, texts_BC).argmax(1) == number).all()) for kind in KINDS)
+    shares = router.own_shares()
+    assert shares["keys"]["one"] == pytest.approx(100 / 1.6, abs=1) and shares["discriminant"]["one"] > 99
+    router.select()
+    assert router.kind == "discriminant"
+    alone = SlotRouter("keys", 1, RetrievalConfig(top_k=2))
+    alone.take("one", router)
+    alone.select()
+    assert alone.kind == "keys", "the paper's where they are equal"
 
 
 def test_statistics_do_not_depend_on_the_order_of_tasks() -> None:

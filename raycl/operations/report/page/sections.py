@@ -230,7 +230,7 @@ def _texts(results: Sequence[Tree]) -> PageSection | None:
 def _confusion(results: Sequence[Tree]) -> PageSection | None:
     routed = filter(has_routing, _up_to(plots.MOST_TASKS, results))
     runs = [result for result in routed if RouterSummary.of(result).confused]
-    lead = "Which task's adapters the router chose for the dev texts of each task. Of the first run of each setting."
+    lead = "The mean weight of each task's adapters on the dev texts of each task. Of the first run of each setting."
     return _of_first_runs("Router confusion", runs, lead, confusion_figure, confusion_table)
 
 

@@ -74,7 +74,9 @@ def _facts(
     places = draw.normal(size=(len(tasks), slots, 6, 2)) + 9 * np.array([[n % 3, n // 3] for n in range(6)])
     return {
         "router": router,
-        "found": {kind: {task: float(draw.uniform(least, 100)) for task in tasks} for kind, least in worst.items()},
+        "own_shares": {
+            kind: {task: float(draw.uniform(least, 100)) for task in tasks} for kind, least in worst.items()
+        },
         "confusion": {
             kind: {task: {task: 75.0, tasks[0]: 25.0} if task != tasks[0] else {task: 100.0} for task in tasks}
             for kind in ("keys", "discriminant")

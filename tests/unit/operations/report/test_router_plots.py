@@ -85,7 +85,7 @@ def test_a_missing_projection_is_noted(make_routed: Make) -> None:
 
 def test_bars_are_the_shares_of_each_task(make_routed: Make) -> None:
     result = make_routed(TASKS, router="keys")
-    outcome = result["phase_summaries"][-1]["found"]
+    outcome = result["phase_summaries"][-1]["own_shares"]
     del outcome["eq13"]["dbpedia"]
     figure = router_figure([result])
     _, _, axes = panels(figure)
@@ -157,7 +157,7 @@ def test_a_task_without_dev_texts_is_noted(make_routed: Make, count: int) -> Non
     """A blank row may as well mean that no text found its task: that row has the number, however thin."""
     tasks = [f"t{number}" for number in range(count)]
     result = make_routed(tasks)
-    outcome = result["phase_summaries"][-1]["found"]
+    outcome = result["phase_summaries"][-1]["own_shares"]
     for shares in outcome.values():
         del shares["t1"]
         shares["t2"] = 0.0

@@ -227,14 +227,14 @@ def test_routers_stand_below_the_matrix(make_result: Make) -> None:
     result = make_result()
     assert "routed by" not in str(matrix_table(result))
     outcome = {"keys": {"a": 80.0, "b": 90.0}, "discriminant": {"a": 95.0, "b": 97.0}, "eq13": {"a": 70.0, "b": 72.0}}
-    result["phase_summaries"] = [{}, {"router": "discriminant", "found": outcome}]
-    line = "routed by discriminant\ndev texts that find their task: keys 85.0, discriminant 96.0; eq. 13 71.0"
+    result["phase_summaries"] = [{}, {"router": "discriminant", "own_shares": outcome}]
+    line = "routed by discriminant\nweight of dev texts on their own task: keys 85.0, discriminant 96.0; eq. 13 71.0"
     assert line in str(matrix_table(result))
 
 
 def test_routing_by_task_marks_the_router_in_use(make_routed: Make) -> None:
     result = make_routed(["agnews", "dbpedia", "yahoo"])
-    outcome = result["phase_summaries"][-1]["found"]
+    outcome = result["phase_summaries"][-1]["own_shares"]
     del outcome["keys"]["yahoo"]
     lines = str(routing_table(result)).splitlines()
     assert cells(lines[2]) == ["keys", "discriminant", "*", "eq.", "13", "novelty"]
@@ -261,7 +261,7 @@ def test_routers_of_several_runs_stand_in_one_table(make_routed: Make) -> None:
     other = make_routed(["agnews", "yahoo"], router="keys")
     other["config"]["method"]["router"] = "keys"
     for result, share in zip([*seeds, other], (80.0, 90.0, 70.0), strict=True):
-        result["phase_summaries"][-1]["found"]["keys"] = dict.fromkeys(result["phases"], share)
+        result["phase_summaries"][-1]["own_shares"]["keys"] = dict.fromkeys(result["phases"], share)
     lines = [" ".join(cells(line)) for line in str(routing_comparison([*seeds, other])).splitlines()]
     assert lines[2] == "method stream backbone runs router used agnews dbpedia yahoo mean"
     assert lines[4] == "slm long-a mini-t5 2 keys 1 of 2 85.0 ± 7.1 85.0 ± 7.1 – 85.0 ± 7.1"
