@@ -129,9 +129,11 @@ class CopyServer(Copies):
 
     def __init__(self) -> None:
         gc.disable()  # what is imported is no garbage: a second of looking for some
-        for name in LIBRARIES:
-            if find_spec(name.partition(".")[0]):  # what Ray brings along differs between its versions
-                import_module(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "mlflow", None)  # DeepSpeed's tuner would import it: a second, and no test tunes
+            for name in LIBRARIES:
+                if find_spec(name.partition(".")[0]):  # what Ray brings along differs between its versions
+                    import_module(name)
         assert not {"ray", "raycl"} & {*sys.modules}, "Ray would keep the settings of now, and raycl its folder"
         super().__init__(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # paths of sockets end at 107 bytes
         self._control, theirs = socket.socketpair()

@@ -107,10 +107,13 @@ def faults(page: Page, root: str = "body") -> list[str]:
 
 
 def looks(page: Page, *schemes: Scheme) -> Iterator[str]:
-    """Yield a name for each color scheme and width, in which the page is shown then; it is not loaded again."""
+    """Yield a name for each width and each color scheme, in which the page is shown then; it is not loaded again.
+
+    Dark colors are looked at in one width: a width changes no color.
+    """
     for scheme in schemes or SCHEMES:
         page.emulate_media(color_scheme=scheme)
-        for width in WIDTHS:
+        for width in WIDTHS if scheme == "light" else WIDTHS[-1:]:
             page.set_viewport_size({"width": width, "height": 900})
             yield f"{scheme}, {width} pixels"
 
