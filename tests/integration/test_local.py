@@ -10,19 +10,25 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from fork_server import Call, ForkServer
+from store import Store
 from tiny import Lab, exported, trace
 
 from raycl import config as configs
+from raycl.cli.main import main
 from raycl.errors import ConfigError
 from raycl.launch import driver, prepared_run
 from raycl.launch.status import status_of
+from raycl.methods.single_adapter import Lora
 from raycl.operations.sweep.comparison import ComparisonConfig, run_comparison
 from raycl.operations.sweep.definition.sweep_config import SweepConfig
 from raycl.operations.sweep.definition.sweep_folder import SweepFolder
@@ -126,11 +132,78 @@ def test_a_signal_writes_a_checkpoint_and_the_run_resumes(
     assert trace(Storage.at(run)) == trace(Storage.at(tmp_path / "whole"))
 
 
+def test_a_newer_command_takes_over_and_the_older_stops(fork_server: ForkServer, file: Path, tmp_path: Path) -> None:
+    """The older one is suspended at the end of its first task, and goes on when the newer one has ended."""
+    run, log, result = tmp_path / "mine", tmp_path / "log", tmp_path / "status"
+    words, ended = (
+        ["train", str(file), f"output.dir={tmp_path}", "output.name=mine"],
+        "raycl.methods.single_adapter:Lora.end_task",
+    )
+    older = Call("interrupted:interrupted", (words, ended, result, signal.SIGSTOP), log)
+    with ThreadPoolExecutor(1, "older") as pool:
+        going_on = pool.submit(fork_server.run, [older], 100)
+        until(
+            lambda: (
+                run.exists()
+                and bool(attempts := read_state(Storage.at(run)).attempts)
+                and is_suspended(attempts[0]["pid"])
+            )
+        )
+        state = read_state(Storage.at(run))
+        assert state.checkpoints and not state.phases
+        resumed = driver.train(prepared_run.reopen(str(run)))
+        os.kill(state.attempts[0]["pid"], signal.SIGCONT)
+        going_on.result(timeout=100)
+    assert result.read_text() == "1" and "was replaced by attempt 2: it stops here" in log.read_text()
+    whole = driver.train(prepared_run.prepare(load_config(str(file), [f"output.dir={tmp_path}", "output.name=whole"])))
+    assert resumed["matrix"] == whole["matrix"] and resumed["attempts"] == 2
+    assert trace(Storage.at(run)) == trace(Storage.at(tmp_path / "whole"))
+
+
+def is_suspended(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+def until(ready: Callable[[], bool]) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + 90
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("s3_uri")
+def test_a_store_that_stays_away_ends_the_command_which_continues_when_it_is_back(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, end_task = Store(), Lora.end_task
+
+    def store_stops(*given: Any) -> Any:
+        monkeypatch.setattr(Lora, "end_task", end_task)
+        store.stop()
+        return end_task(*given)
+
+    monkeypatch.setattr(Lora, "end_task", store_stops)
+    assert (
+        main(["train", str(file), f"output.dir={store.uri('runs')}", "output.name=mine", "output.retry_s=1"])
+        == os.EX_TEMPFAIL
+    )
+    said = capfd.readouterr().err
+    storage = Storage.at(store.uri("runs/mine"))
+    assert f"when it is back, continue with --resume '{storage.address}'" in said.splitlines()[-1], said
+    assert "did not answer for" in said and "Traceback" not in said
+    store.start()
+    assert main(["train", "--resume", storage.address]) == 0
+    assert "trying again" not in capfd.readouterr().err
+    driver.train(prepared_run.prepare(load_config(str(file), [f"output.dir={tmp_path}", "output.name=whole"])))
+    assert trace(storage) == trace(Storage.at(tmp_path / "whole"))
+    store.stop()
+
+
 def test_an_exception_of_a_method_is_raised_as_it_is(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing starts the worker again the second time, and its trace is what a developer needs."""
-    from raycl.methods.single_adapter import Lora
 
     def fails(*given: Any) -> None:
         raise KeyError("mine")

@@ -1,4 +1,4 @@
-"""Several Rays on one machine: an endpoint, a run and a sweep side by side, each with its own. Who waits says so."""
+"""Several Rays on one machine: an endpoint and a run side by side, each with its own. Who waits says so."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def heads(process: Started) -> dict[int, set[str]]:
 
 
 @pytest.mark.timeout(900)
-def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
-    """None of them names a Ray, so none of them joins another's, waits for its CPUs or ends with it.
+def test_an_endpoint_and_a_run_side_by_side(lab: Lab, start: Start, tmp_path: Path) -> None:
+    """Neither names a Ray, so neither joins the other's, waits for its CPUs or ends with it.
 
     Connections to the endpoint's proxy that send nothing, or header fields without end, are closed meanwhile.
     """
@@ -135,9 +135,6 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
         run(lab.config("bert", "inclora"), Storage.at(tmp_path / "served"))
     tree = lab.tree("bert", "inclora", train={"epochs": 2}, output={"dir": str(tmp_path / "runs"), "name": "mine"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    base = lab.tree("bert", "inclora")
-    sweep = {"name": "ranks", "base": base, "space": {"method.r": {"grid": [2]}}, "concurrency": 1}
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     port = free_port()
     arguments = [str(tmp_path / "served/bank"), f"port={port}", "ingress=proxy"]
     endpoint = start(str(REPO / "jobs/serve.py"), *arguments)
@@ -150,34 +147,31 @@ def test_an_endpoint_a_run_and_a_sweep_side_by_side(lab: Lab, start: Start, tmp_
         large.sendall(b"GET / HTTP/1.1\r\n" + b"a:b\r\n" * 5_000)
         assert b" 431 " in large.recv(1000), "the proxy reads a head without limit"
     training = start(str(REPO / "jobs/train_stream.py"), "--config", "run.yaml")
-    search = start(str(REPO / "jobs/sweep.py"), "sweep.yaml", "--dir", "sweeps")
-    statuses, ports = [], {process.pid: dict[int, set[str]]() for process in (endpoint, training, search)}
+    statuses, ports = [], {process.pid: dict[int, set[str]]() for process in (endpoint, training)}
     end = time.monotonic() + 300
-    while training.poll() is None or search.poll() is None:
+    while training.poll() is None:
         assert time.monotonic() < end
         statuses.append(asked(port))
-        for process in (endpoint, training, search):
+        for process in (endpoint, training):
             if process.poll() is None:
                 ports[process.pid] |= heads(process)
         time.sleep(0.5)
-    for process in (training, search):
-        said = process.said.read_text()
-        assert process.returncode == 0, said
-        assert re.search(r"^Ray started here in \d+ s$", said, re.MULTILINE) and "waiting for" not in said, said
-        assert "active Ray instances" not in said
+    said = training.said.read_text()
+    assert training.returncode == 0, said
+    assert re.search(r"^Ray started here in \d+ s$", said, re.MULTILINE) and "waiting for" not in said, said
+    assert "active Ray instances" not in said
     assert set(statuses) == {200} and asked(port) == 200
     for connection in silent:
         with connection:
             connection.settimeout(max(0.1, opened + HEAD_S + 10 - time.monotonic()))
             assert connection.recv(1) == b"", "the proxy keeps connections that send nothing"
     numbers = [number for result in ports.values() for number in result]
-    assert len(numbers) == len(set(numbers)) == 3 and set(numbers) <= set(cluster.PORTS)
+    assert len(numbers) == len(set(numbers)) == 2 and set(numbers) <= set(cluster.PORTS)
     bound = {
         address.removeprefix("::ffff:") for result in ports.values() for item in result.values() for address in item
     }
     assert bound == {"127.0.0.1"}
     assert Storage.at(tmp_path / "runs/mine").read_json("results.json")["finished"]
-    assert len(json.loads((tmp_path / "sweeps/ranks/summary.json").read_text())["rows"]) == 1
     os.killpg(endpoint.pid, signal.SIGINT)  # Ctrl-C, as a terminal sends it: to all of its foreground
     assert endpoint.wait(60) == 0 and asked(port) == 0
     said = endpoint.said.read_text()
