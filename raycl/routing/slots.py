@@ -258,7 +258,7 @@ class SlotRouter:
         shares = self.own_shares()
         if shares["keys"]:
             means = {kind: sum(shares[kind].values()) / len(shares[kind]) for kind in KINDS}
-            self.kind = max(KINDS, key=lambda kind: round(means[kind], 3))
+            self.kind = max(KINDS, key=lambda kind: round(means[kind], 3))  # sums of weights differ by rounding
 
     def ood_score(self, queries_BC: Tensor) -> Tensor:
         """Return `[B]` from 0 to 1: the share of known texts that are nearer to a task; near 1 for texts of no task.

@@ -135,11 +135,9 @@ def test_a_signal_writes_a_checkpoint_and_the_run_resumes(
 def test_a_newer_command_takes_over_and_the_older_stops(fork_server: ForkServer, file: Path, tmp_path: Path) -> None:
     """The older one is suspended at the end of its first task, and goes on when the newer one has ended."""
     run, log, result = tmp_path / "mine", tmp_path / "log", tmp_path / "status"
-    words, ended = (
-        ["train", str(file), f"output.dir={tmp_path}", "output.name=mine"],
-        "raycl.methods.single_adapter:Lora.end_task",
-    )
-    older = Call("interrupted:interrupted", (words, ended, result, signal.SIGSTOP), log)
+    words = ["train", str(file), f"output.dir={tmp_path}", "output.name=mine"]
+    end = "raycl.methods.single_adapter:Lora.end_task"
+    older = Call("interrupted:interrupted", (words, end, result, signal.SIGSTOP), log)
     with ThreadPoolExecutor(1, "older") as pool:
         going_on = pool.submit(fork_server.run, [older], 100)
         until(

@@ -45,7 +45,7 @@ class RouterSummary:
         own_shares: kind -> task -> percent of its dev texts' weight that its own adapters have; tasks without dev texts
             are missing.
         confusion: kind -> task -> other task -> mean weight in percent that dev texts of the first give the adapters of
-            the other; tasks with next to none are left out, and runs of earlier versions have none.
+            the other; tasks with next to none are left out. Empty for runs of earlier versions, which counted texts.
         novelty: task -> how well its dev texts stood out before it was learned (AUROC in percent), if known.
         kept: number of texts that the scores of learned tasks are compared with; 0: no scores were recorded.
         learned: task -> quantiles (`QUANTILES`) of the out-of-distribution scores of its dev texts after the last task.
@@ -86,7 +86,7 @@ class RouterSummary:
             used=str(last["router"]),
             tasks=list(dict.fromkeys([*owners, *measured])),
             own_shares=shares_by_kind,
-            confusion=last.get("confusion", {}),
+            confusion=last.get("confusion", {}) if "own_shares" in last else {},
             novelty={task: share for summary in phases for task, share in summary.get("novelty", {}).items()},
             kept=int(ood[-1].get("kept", 0)),
             learned=ood[-1].get("learned", {}),
