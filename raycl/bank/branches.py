@@ -212,13 +212,22 @@ class Branch:
 
     def left(self, snapshot: int) -> int | None:
         """Return the snapshot, or its nearest ancestor, that the branch had and went back from; None: there is none."""
-        line, had = set(line_of(self.bank, self.name)), set(self.newest_first())
-        if not line and (head := self.head()) is not None and head > snapshot:
+        line = line_of(self.bank, self.name)
+        on_line = next(line, None)
+        if on_line is None and (head := self.head()) is not None and head > snapshot:
             return None  # the head's record is lost, and the branch had gone forward to it
+        had: set[int] | None = None
         number: int | None = snapshot
-        while number is not None and number not in line and number not in had:
+        while number is not None:
+            while on_line is not None and on_line > number:  # numbers descend from child to parent
+                on_line = next(line, None)
+            if on_line == number:
+                return None
+            had = set(self.newest_first()) if had is None else had
+            if number in had:
+                return number
             number = self.bank.open(number).parent if self.bank.storage.exists(snapshot_file(number)) else None
-        return number if number not in line else None
+        return None
 
     def steps_back(self) -> list[tuple[int, Move]]:
         """Return each readable move that left a snapshot behind, oldest first, with that snapshot."""

@@ -1,8 +1,11 @@
 """A worker's job: it builds the parts of the run, learns the stream, and writes the run's log."""
 
 import logging
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,8 +14,8 @@ import torch
 
 from raycl import config as configs
 from raycl.config import Tree
-from raycl.errors import RayclError, UnreachableError
-from raycl.launch.console import LOGS
+from raycl.errors import RayclError, StorageError, UnreachableError
+from raycl.launch.console import LOGS, repeating
 from raycl.launch.crashes import Crashes, error_file, leave_error
 from raycl.plugins import require
 from raycl.storage import Storage
@@ -39,6 +42,9 @@ from raycl.training.workers.distributed import DistributedContext
 from raycl.types import Score
 
 log: logging.Logger = logging.getLogger("raycl")
+
+LOG_S = 0.3
+"""Seconds between two writes of the run's log: a run that joins tasks logs hundreds of lines in a second."""
 
 BEFORE = "before"
 """Folder of the answers of the snapshot that a revision starts from."""
@@ -229,7 +235,10 @@ def _report(job: TrainingJob, worker: Worker, storage: Storage, record: dict[str
 
 
 class RunLog(logging.Handler):
-    """raycl's lines as a file of the run, `log/attempt-0001.txt`."""
+    """raycl's lines as a file of the run, `log/attempt-0001.txt`.
+
+    A line that follows another one within `LOG_S` is written by `write`.
+    """
 
     def __init__(self, storage: Storage, attempt: int) -> None:
         super().__init__()
@@ -237,21 +246,39 @@ class RunLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
         self.storage = storage
         self.name_on_storage: str = f"{LOGS}/attempt-{attempt:04d}.txt"
-        self._text = ""
+        self._text, self._saved, self._saved_at = "", 0, -LOG_S
+        self._writing = threading.RLock()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._text += self.format(record) + "\n"
-        self.storage.write(self.name_on_storage, self._text.encode())
+        if time.monotonic() - self._saved_at > LOG_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file if it lacks lines."""
+        with self._writing:
+            text = self._text
+            if self._saved < len(text):
+                self.storage.write(self.name_on_storage, text.encode())
+                self._saved, self._saved_at = len(text), time.monotonic()
 
 
 @contextmanager
 def run_log(storage: Storage, attempt: int) -> Iterator[None]:
     """Send raycl's log lines from INFO on to the attempt's file as well, inside."""
     handler, level = RunLog(storage, attempt), log.level
+
+    def write() -> None:
+        with suppress(StorageError):  # the next line, or the end, raises it
+            handler.write()
+
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        yield
+        with repeating(write, LOG_S, "log"):
+            yield
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+        if not isinstance(sys.exception(), UnreachableError):
+            handler.write()

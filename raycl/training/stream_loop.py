@@ -134,7 +134,7 @@ class StreamLoop:
                 bank = open_bank(context.bank, storage)
                 publish_again(bank, storage, self.state, continues, context.own_adapters)
                 if continues and published:
-                    move_branch(context, storage, published, resumed=True)
+                    move_branch(context, storage, self.recorder.branch, published, resumed=True)
         if continues and published:
             self.recorder.hold_lease(published)  # it may have been lost or damaged while nothing ran
 

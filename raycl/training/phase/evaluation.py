@@ -388,9 +388,12 @@ def score_phase(
         done: the phase's last checkpoint, with its router.
         known: what another worker group has scored already with the same model.
     """
+    is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"
+    wants_other = is_last and context.evaluation.other_row
+    if known is not None and not wants_other:
+        return known
     began = time.perf_counter()
     router = PublishedRouter.of(context.method, done, context.evaluation)
-    is_last, is_given = phase.index == len(context.phases) - 1, context.evaluation.instruction == "given"
     alone = TextAlone.after(context, storage, done, router) if is_last or not is_given else None
     evaluation = StreamEvaluation(context, world, storage, router, before, None if is_given else alone)
     if known is None:
@@ -402,7 +405,6 @@ def score_phase(
         general = _cells(evaluation.general()) if wants_general else {}
         known = ScoredRow(row, unseen, {}, summary, 0.0, general)
     other: dict[str, Score] = {}
-    wants_other = is_last and context.evaluation.other_row
     if wants_other and alone is not None and alone.differs(tasks_with_data(context, phase)):
         if world.is_first:
             way = "by the text alone, without instructions" if is_given else "with each task's instruction"

@@ -87,20 +87,28 @@ def publish(
     return {"bank": bank.storage.address, "snapshot": snapshot.number, "adapters": published}, dump(snapshot)
 
 
-def move_branch(context: TrainingContext, storage: Storage, published: dict[str, Any], resumed: bool = False) -> None:
+def branch_of(config: BankConfig, storage: Storage) -> Branch:
+    """Return the branch that the run moves."""
+    return Branch(open_bank(config, storage), config.branch)
+
+
+def move_branch(
+    context: TrainingContext, storage: Storage, branch: Branch, published: dict[str, Any], resumed: bool = False
+) -> None:
     """Move the run's branch to a snapshot that it published; where the branch is there already, nothing is done.
 
     A head that this run published itself may be replaced: a run that goes back to an older checkpoint publishes again.
 
     Args:
+        branch: the run's (`branch_of`), which has read older moves already.
         published: result of `publish`.
         resumed: the run continues after that snapshot, and publishes what its branch may have beyond it again.
 
     Raises:
         RunError: another writer moved the branch, or it was rolled back; the snapshot is stored.
     """
-    bank, config = open_bank(context.bank, storage), context.bank
-    snapshot, branch = bank.open(published["snapshot"]), Branch(bank, config.branch)
+    bank = branch.bank
+    snapshot = bank.open(published["snapshot"])
 
     def is_own(number: int) -> bool:
         return _published_by(bank, number, (context.info.fingerprint, context.info.replaces))
@@ -112,9 +120,9 @@ def move_branch(context: TrainingContext, storage: Storage, published: dict[str,
     elsewhere = f"continue on another branch with --resume {storage.address} bank.branch=NAME"
     if (left := branch.left(snapshot.number)) is not None:
         raise RunError(
-            f"branch '{config.branch}' of '{bank.storage.uri}' went back from snapshot {left} to {head}, and this run "
+            f"branch '{branch.name}' of '{bank.storage.uri}' went back from snapshot {left} to {head}, and this run "
             f"continues from the former: {elsewhere}, or learn the next tasks from the latter with bank.start="
-            f"{bank.storage.address}@{config.branch}"
+            f"{bank.storage.address}@{branch.name}"
         )
     try:
         branch.advance(snapshot, f"run {storage.uri}", is_own)
@@ -138,8 +146,8 @@ def is_elsewhere(config: BankConfig, storage: Storage, state: RunState) -> bool:
     published = [record["bank"]["snapshot"] for record in state.phases if record["bank"]]
     if not published or not config.publish:
         return False
-    bank = open_bank(config, storage)
-    branch = Branch(bank, config.branch)
+    branch = branch_of(config, storage)
+    bank = branch.bank
     if branch.left(published[-1]) is not None:
         return True
     head = branch.head()

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from raycl.bank.branches import explain_empty
+from raycl.bank.branches import Branch, explain_empty
 from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import StorageError
 from raycl.methods.base import Learned
@@ -27,9 +27,9 @@ from raycl.training.definition.job import Draw
 from raycl.training.definition.training_context import TrainingContext
 from raycl.training.records import checkpoint as checkpoints
 from raycl.training.records.checkpoint import Checkpoint, WrittenFile
-from raycl.training.records.journal import Journal, RunState, read_state
+from raycl.training.records.journal import Journal, RunState
 from raycl.training.records.progress import Progress, StepResult, Trace, clock
-from raycl.training.records.publish import move_branch, open_bank, publish
+from raycl.training.records.publish import branch_of, move_branch, open_bank, publish
 from raycl.training.records.results import build_results, metrics_so_far
 from raycl.training.records.tensor_objects import SharedReader, TensorObjects
 from raycl.training.tracking.trackers import Tracker
@@ -71,6 +71,7 @@ class Recorder:
     Attributes:
         journal: on rank 0, the claim on the run; None elsewhere.
         state: the run so far, as the journal has it.
+        branch: the branch of the bank that the run moves.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Recorder:
         self.world = world
         self.attempt: int = world.broadcast(self.journal.attempt if self.journal else 0)
         self.trace: Trace | None = Trace(storage, self.journal.attempt) if self.journal else None
+        self.branch: Branch = branch_of(context.bank, storage)
         self._saving: _Saving | None = None
         self.progress: Progress = Progress(context.train.log_every_s, len(context.phases))
 
@@ -214,7 +216,7 @@ class Recorder:
         self.journal.ensure_current()  # a newer attempt may have started on one of them just now
         checkpoints.delete_checkpoints(self.storage, unneeded, self.journal.state.manifests, self.objects)
         if checkpoint.published:  # only now: what the branch points at is never lost with a crash
-            move_branch(self.context, self.storage, checkpoint.published)
+            move_branch(self.context, self.storage, self.branch, checkpoint.published)
             self.hold_lease(checkpoint.published)
             self.objects.delete_copies()
 
@@ -278,8 +280,10 @@ class Recorder:
                     tracker.picture(done, "matrix_picture", picture)
 
     def results(self) -> dict[str, Any]:
-        """Return the result tree so far, from the journal and, where it does not have it yet, the newest phase."""
-        context, state = self.context, replace(read_state(self.storage), phases=self.state.phases)
+        """Return the result tree so far, from the journal and, where it does not have it yet, the newest phase; on the
+        first worker only."""
+        assert self.journal is not None, "the first worker has the journal"
+        context, state = self.context, replace(self.journal.state, phases=self.state.phases)
         return build_results(context.info, context.stream, context.phases, state)
 
 

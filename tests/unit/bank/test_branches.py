@@ -12,12 +12,13 @@ import pytest
 from bank_samples import child
 from damage import KINDS, damaged
 
-from raycl.bank import Bank, NewSnapshot
+from raycl.bank import Bank, NewSnapshot, Snapshot
 from raycl.bank.activations import Activations, activated
 from raycl.bank.branches import Branch, branch_names, check_branch, head_of, line_of, resolve
 from raycl.bank.pruning import hold_lease, release_lease
 from raycl.errors import BankError, BranchMovedError
 from raycl.operations.banks.maintenance import prune, verify
+from raycl.storage import Storage
 from raycl.storage.numbered import NOTE
 from raycl.storage.records import seal
 
@@ -76,6 +77,26 @@ def test_a_branch_goes_back_to_a_snapshot_that_it_had(bank: Bank) -> None:
     assert main.go_back(third, "c was right").snapshot == third.number, "it had that too"
     assert [(left, move.snapshot) for left, move in main.steps_back()] == [(4, 3), (7, 4)]
     assert verify(bank).problems == [] and bank.snapshots() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_move_reads_as_much_of_a_long_branch_as_of_a_short_one(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that publishes after each of a hundred tasks would read five thousand records twice."""
+    main, names, read = Branch(bank), list[str](), Storage.read
+
+    def reading(storage: Storage, name: str, most: int | None = None) -> bytes:
+        names.append(name)
+        return read(storage, name, most)
+
+    monkeypatch.setattr(Storage, "read", reading)
+    newest: Snapshot | None = None
+    counts = []
+    for number in range(12):
+        newest = child(bank, f"a{number}", newest)
+        names.clear()
+        assert main.left(newest.number) is None
+        main.advance(newest, "run")
+        counts.append(len(names))
+    assert counts[-1] == counts[2], counts
 
 
 def _advance(address: str, number: int, start: multiprocessing.synchronize.Barrier, won: multiprocessing.Queue) -> None:  # type: ignore[name-defined, type-arg]
