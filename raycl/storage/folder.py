@@ -31,6 +31,9 @@ _OF_URIS = "%:/?#[]@!$&'()*+,;=~"
 GCS_RETRIES_S = 10
 """Seconds for which pyarrow repeats a request to Google's store; its default of 15 minutes says nothing meanwhile."""
 
+LARGE = 1024**2
+"""Bytes of a file from which on a thread writes it while its hash is computed: smaller ones take less than a thread."""
+
 _READ_ATTEMPTS = 10
 """Attempts to read an object that is continually replaced before `read` gives up."""
 
@@ -290,7 +293,7 @@ class Storage:
     def staging(self, folder: str, *parts: Buffer) -> Iterator[Callable[[str], None]]:
         """Write a file that gets its name afterwards; yields a function that names it. Without a name no file stays.
 
-        On local disk the writing runs in parallel to the caller (hashing the parts costs no extra time).
+        On local disk a large file is written in parallel to the caller (hashing the parts costs no extra time).
 
         Args:
             folder: some folder below which the file will be.
@@ -298,7 +301,7 @@ class Storage:
         Raises:
             StorageError: it cannot be written.
         """
-        if not self.is_local:
+        if not self.is_local or sum(map(len, parts)) < LARGE:
             yield lambda name: self.write(name, *parts)
             return
         with ThreadPoolExecutor(1) as pool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from recipes import installed_recipes
 from tiny import KINDS, Lab, run, save_tasks, trace
@@ -17,6 +19,11 @@ from raycl.bank import Bank
 from raycl.cli.main import main
 from raycl.data.settings import StreamConfig
 from raycl.data.stream import open_stream
+from raycl.errors import PluginError, RunError
+from raycl.launch.driver import RunOptions, job_of
+from raycl.launch.prepared_run import prepare
+from raycl.launch.ray_train import raise_left
+from raycl.launch.worker import Worker, work
 from raycl.methods.registry import method_class, modifier_class
 from raycl.routing.routers import router_class
 from raycl.storage import Storage
@@ -24,6 +31,7 @@ from raycl.testing import check_method, check_modifier, check_optimizer, check_r
 from raycl.testing.packages import on_path
 from raycl.training.optimizers.registry import optimizer_class
 from raycl.training.setup.plugins_list import plugins_list
+from raycl.training.workers.distributed import DistributedContext
 from raycl.types import RouterState
 
 
@@ -144,3 +152,19 @@ def test_a_bank_of_the_package_is_served_with_it_alone(
     assert main(["evaluate", bank, str(rows), "--task", "colour"]) == 1
     words = "router 'recency' comes from package 'my-raycl' 0.1.0, which is not installed here: pip install my-raycl=="
     assert words in capsys.readouterr().err
+
+
+def test_a_worker_that_lacks_the_package_leaves_the_sentence_to_the_driver(
+    lab: Lab, site: Path, tmp_path: Path
+) -> None:
+    """The job travels to a worker before anything of the package is imported there."""
+    output = {"dir": str(tmp_path), "name": "run"}
+    with on_path(site):
+        job = job_of(prepare(lab.config("bert", "lora", train={"optimizer": "nesterov"}, output=output)), RunOptions())
+    words = (
+        "optimizer 'nesterov' comes from package 'my-raycl' 0.1.0, and the worker on .* does not have it: install it"
+    )
+    with pytest.raises(PluginError, match=words):
+        work(pickle.loads(pickle.dumps(job)), Worker(DistributedContext.alone(torch.device("cpu"))))
+    with pytest.raises(RunError, match=words):
+        raise_left(job)
