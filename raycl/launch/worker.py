@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -247,7 +246,7 @@ class RunLog(logging.Handler):
         self.storage = storage
         self.name_on_storage: str = f"{LOGS}/attempt-{attempt:04d}.txt"
         self._text, self._saved, self._saved_at = "", 0, -LOG_S
-        self._writing = threading.RLock()
+        self._is_writing = False
 
     def emit(self, record: logging.LogRecord) -> None:
         self._text += self.format(record) + "\n"
@@ -255,12 +254,21 @@ class RunLog(logging.Handler):
             self.write()
 
     def write(self) -> None:
-        """Write the file if it lacks lines."""
-        with self._writing:
-            text = self._text
-            if self._saved < len(text):
-                self.storage.write(self.name_on_storage, text.encode())
-                self._saved, self._saved_at = len(text), time.monotonic()
+        """Write the file if it lacks lines, unless a write that logs a line asks."""
+        self.acquire()
+        try:
+            if not self._is_writing and self._saved < len(self._text):
+                self._write()
+        finally:
+            self.release()
+
+    def _write(self) -> None:
+        text, self._is_writing = self._text, True
+        try:
+            self.storage.write(self.name_on_storage, text.encode())
+        finally:
+            self._is_writing = False
+        self._saved, self._saved_at = len(text), time.monotonic()
 
 
 @contextmanager
