@@ -3,7 +3,8 @@
 Runs of this machine are commands of their own, with caches of their own; what counts is the time of the run, processes
 that it starts included, without the start of the command. A cluster is simulated: as many worker groups as there are
 tasks, in the order of raycl's own schedule, with times that were measured here, each part alone on one thread. Rows of
-more tasks than were measured follow from a line through the measured rows. Starting groups is not in these times.
+more tasks than were measured follow from a line through the measured rows, and so do the tasks that the run joins.
+Starting groups is not in these times.
 
 On a machine that others use, `--part cluster --clock processor` counts the seconds that a processor worked, without
 waiting for the disk. Two groups are simulated as well, beside the measured run of one task after another.
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,10 +37,10 @@ from raycl import config as configs
 from raycl.data.benchmarks import builtin
 from raycl.errors import RunError
 from raycl.launch import driver
-from raycl.launch.local import work_here
+from raycl.launch.local import in_process_worker, work_here
 from raycl.launch.parallel_tasks import TaskSchedule, learn_at_once, parts_of
 from raycl.launch.prepared_run import Prepared, prepare
-from raycl.training.assembly import build
+from raycl.launch.worker import Worker, work
 from raycl.training.definition.job import Resources, TaskPart
 from raycl.training.setup.run_config import RunConfig
 from raycl.training.workers.distributed import DistributedContext
@@ -167,14 +168,14 @@ class Times:
     """Measured seconds of the parts of a run.
 
     Attributes:
-        learn: of each task. score: of each row, the shortest first. join: of the run that joins all of them; opening:
-            of it, loading the model. in_turn: of the same run, one task after another.
+        learn: of each task. score: of each row, the shortest first. join: of the run that joins all of them.
+        join_each: of it, between two tasks. in_turn: of the same run, one task after another.
     """
 
     learn: list[float] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
     join: float = 0.0
-    opening: float = 0.0
+    join_each: list[float] = field(default_factory=list)
     in_turn: float = 0.0
 
     @staticmethod
@@ -186,27 +187,21 @@ class Times:
         in_turn, prepared = _prepared(tree, folder, 1), _prepared(tree, folder, 2)
         parts = _TimedParts(prepared, clock)
         learn_at_once(prepared, parts_of(prepared), None, parts)
-        join, alone = (_seconds(clock, partial(driver.train, run)) for run in (prepared, in_turn))
-        world = DistributedContext.alone(torch.device("cpu"))
-        opening = min(join, _seconds(clock, partial(build, prepared.config, world)))
-        return Times(parts.in_order("learn"), parts.in_order("score"), join, opening, alone)
+        join, each = _joined(prepared, clock)
+        alone = _seconds(clock, partial(driver.train, in_turn))
+        return Times(parts.in_order("learn"), parts.in_order("score"), join, each, alone)
 
     def of_part(self, part: TaskPart) -> float:
         """Return the seconds of a part of a run with any number of tasks."""
         if part.kind == "learn":
             return self.learn[part.phase % len(self.learn)]
-        slope, first = np.polyfit(np.arange(len(self.score)), self.score, 1) if len(self.score) > 1 else (0.0, 0.0)
-        known = part.phase < len(self.score)
-        return self.score[part.phase] if known else float(first + max(slope, 0.0) * part.phase)
-
-    @property
-    def join_each(self) -> float:
-        """Seconds in which the run joins one task."""
-        return (self.join - self.opening) / len(self.learn)
+        return self.score[part.phase] if part.phase < len(self.score) else _line(self.score, part.phase)
 
     def joining(self, tasks: int) -> float:
         """Return the seconds of a run that joins so many tasks."""
-        return self.opening + self.join_each * tasks
+        known = len(self.learn)
+        more = sum(_line(self.join_each, index) for index in range(known - 1, tasks - 1))
+        return self.join + more - sum(self.join_each[tasks - 1 :])
 
 
 def _prepared(tree: dict[str, Any], folder: Path, at_once: int) -> Prepared:
@@ -219,6 +214,22 @@ def _seconds(clock: Callable[[], float], work: Callable[[], object]) -> float:
     began = clock()
     work()
     return clock() - began
+
+
+def _line(measured: Sequence[float], index: int) -> float:
+    """Return what a line through the measured values gives at an index, which does not fall."""
+    slope, first = np.polyfit(np.arange(len(measured)), measured, 1) if len(measured) > 1 else (0.0, measured[0])
+    return float(first + max(slope, 0.0) * index)
+
+
+def _joined(prepared: Prepared, clock: Callable[[], float]) -> tuple[float, list[float]]:
+    """Return the seconds of the run that joins its tasks, and of them those between two tasks."""
+    ends, began = list[float](), clock()
+    job = driver.job_of(prepared, driver.RunOptions())
+    with in_process_worker():
+        work(job, Worker(DistributedContext.alone(torch.device("cpu")), report=lambda _: ends.append(clock())))
+    driver.train(prepared)  # what is left to do at the end
+    return clock() - began, [after - before for before, after in pairwise(ends)]
 
 
 class _TimedParts:
@@ -243,7 +254,7 @@ class _TimedParts:
 def on_a_cluster(times: Times, numbers: Sequence[int]) -> Iterator[Figure]:
     """Simulate as many tasks as there are groups, beside the longest task and the last row."""
     yield Figure("a task, measured", fmean(times.learn), "s", detail=f"the longest: {max(times.learn):.2f} s")
-    yield Figure("joining a task, measured", times.join_each, "s", detail="published, with a checkpoint")
+    yield Figure("joining a task, measured", fmean(times.join_each), "s", detail="published, with a checkpoint")
     measured_tasks = [Phase(index, str(index), ()) for index in range(len(times.learn))]
     two = simulated(TaskSchedule.of(measured_tasks, (), (), 0), 2, times.of_part) + times.join
     detail = f"{two:.1f} s against {times.in_turn:.1f} s, simulated"

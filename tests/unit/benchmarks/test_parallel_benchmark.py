@@ -43,7 +43,7 @@ def test_a_cluster_is_simulated_from_measured_parts(lab: Lab, tmp_path: Path) ->
     times = Times.of(make_tree(options, tmp_path) | tiny, tmp_path, time.process_time)
     assert len(times.learn) == len(times.score) == 2
     assert min(*times.learn, *times.score, times.join, times.in_turn) > 0
-    steady = Times([100.0, 90.0], [1.0, 2.0], 4.0, 2.0, 200.0)
+    steady = Times([100.0, 90.0], [1.0, 2.0], 4.0, [1.0], 200.0)
     figures = {figure.name: figure for figure in on_a_cluster(steady, [4])}
     assert figures["2 tasks on two groups over one task after another"].value == pytest.approx((100 + 2 + 4) / 200)
     limited = figures["4 tasks on 4 groups over the longest task and a row"]
