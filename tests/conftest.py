@@ -264,9 +264,9 @@ def own_or_no_cluster(request: pytest.FixtureRequest, shared_cluster: SharedClus
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(request: pytest.FixtureRequest, shared_cluster: SharedCluster) -> dict[str, str]:
+def ray_cluster(shared_cluster: SharedCluster) -> dict[str, str]:
     """Return the address info of a Ray cluster of 2 CPUs on this machine.
 
-    The module that follows in this process uses it too, unless either sets `OWN_CLUSTER`; that one has no dashboard.
+    The module that follows in this process uses it too, unless either sets `OWN_CLUSTER`.
     """
-    return shared_cluster.get(dashboard=not hasattr(request.module, "OWN_CLUSTER"))
+    return shared_cluster.get()

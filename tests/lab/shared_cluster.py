@@ -29,16 +29,12 @@ class SharedCluster:
         """Return whether it has been started and not ended."""
         return self._is_running
 
-    def get(self, dashboard: bool = True) -> dict[str, str]:
-        """Return the address info of the running cluster, or of a new one where none is running.
-
-        Args:
-            dashboard: a new one has the dashboard: four seconds of processor time.
-        """
+    def get(self) -> dict[str, str]:
+        """Return the address info of the running cluster, or of a new one where none is running."""
         if not self._is_running:
             with ExitStack() as stack:
                 stack.callback(self.end)  # of a cluster that did not start
-                self._start(dashboard)
+                self._start()
                 stack.pop_all()
         return self._address_info
 
@@ -51,7 +47,7 @@ class SharedCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._is_running = False
 
-    def _start(self, dashboard: bool) -> None:
+    def _start(self) -> None:
         import ray
 
         self._is_running = True
@@ -63,7 +59,7 @@ class SharedCluster:
                 num_gpus=0,
                 object_store_memory=200 * 1024**2,
                 namespace="raycl-tests",
-                include_dashboard=dashboard,  # without it Train's cleaner of placement groups warns every second
+                include_dashboard=True,  # without it Train's cleaner of placement groups warns every second
                 log_to_driver=False,
                 runtime_env={"env_vars": self._environment},
                 _temp_dir=self._folder,

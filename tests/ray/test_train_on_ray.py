@@ -28,8 +28,9 @@ from raycl.errors import LaunchError, ResumeError, RunError
 from raycl.launch import driver as launch
 from raycl.launch import prepared_run
 from raycl.launch.status import status_of
+from raycl.plugins import Kind
 from raycl.storage import Storage
-from raycl.testing.packages import on_path
+from raycl.testing.packages import on_path, write_package
 from raycl.training.records import progress
 from raycl.training.records.journal import RunState, read_state
 from raycl.training.records.progress import read_trace
@@ -156,26 +157,27 @@ def with_checkpoint(storage: Storage) -> RunState:
 def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     whole: tuple[Storage, dict[str, Any]], small: Path, own_driver: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    """A killed driver in the first task; in the second a hung worker, Ctrl-C.
+    """A killed worker in the first task; in the second a killed driver, a hung worker, Ctrl-C.
 
-    A worker that hangs (SIGSTOP) is killed, its group starts again; Ctrl-C writes a checkpoint and exits with 130. A
+    A worker that hangs (SIGSTOP) is ended, its group starts again; Ctrl-C writes a checkpoint and exits with 130. A
     finished run is not started again. SIGTERM is in `test_submit`; a store that stays away, and a newer command that
     takes over, are in `tests/integration/test_local.py`.
     """
     store, picture = Store(), tmp_path / "matrix.png"
     storage = Storage.at(store.uri("runs/mine"))
     first = own_driver(str(small), f"output.dir={store.uri('runs')}", "output.name=mine")
-    worker = int(with_checkpoint(storage).attempts[-1]["pid"])
+    os.kill(with_checkpoint(storage).attempts[-1]["pid"], signal.SIGKILL)
+    worker = in_second_task(storage, 2)
     first.kill()
     first.communicate()
     until(lambda: not psutil.pid_exists(worker))
-    before = storage.list("journal/attempt-0001")
+    before = storage.list("journal/attempt-0002")
 
     second = own_driver("--resume", storage.address, "launch.hang_s=8", "launch.max_failures=2")
-    hanging = in_second_task(storage, 2)
-    assert storage.list("journal/attempt-0001") == before, "the dead attempt wrote on"
+    hanging = in_second_task(storage, 3)
+    assert storage.list("journal/attempt-0002") == before, "the dead attempt wrote on"
     os.kill(hanging, signal.SIGSTOP)
-    in_second_task(storage, 3)
+    in_second_task(storage, 4)
     second.send_signal(signal.SIGINT)
     assert_stopped_by_ctrl_c(storage, second)
 
@@ -183,10 +185,10 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
     out, said = last.communicate(timeout=280)
     assert last.returncode == 0 and "trying again" not in said, said
     assert "AP" in out and "matrix.png" in out and picture.stat().st_size > 1000
-    assert storage.list("journal/attempt-0001") == before, "the dead attempt wrote on"
+    assert storage.list("journal/attempt-0002") == before, "the dead attempt wrote on"
     assert (tiny.trace(storage), tiny.matrix(storage)) == (tiny.trace(whole[0]), tiny.matrix(whole[0]))
     results, attempts = storage.read_json("results.json"), read_state(storage).attempts
-    assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 4
+    assert cells(results) == cells(whole[1]) and results["attempts"] == len(attempts) == 5
     assert status_of(storage.address).state == "finished"
     assert launch.train(prepared_run.reopen(storage.address))["matrix"] == results["matrix"]
     assert read_state(storage).attempts == attempts, "a finished run was started again"
@@ -194,15 +196,15 @@ def test_a_run_that_is_stopped_in_every_way_equals_the_run_that_is_left_alone(
 
 
 def assert_stopped_by_ctrl_c(storage: Storage, driver: subprocess.Popen[str]) -> None:
-    """Check a run after a hang in attempt 2; the newest checkpoint is of the very last step."""
+    """Check a run after a hang in attempt 3; the newest checkpoint is of the very last step."""
     _, said = driver.communicate(timeout=280)
     assert driver.returncode == 130 and "Traceback" not in said, said
     assert re.search(r"worker 2 of 2 \(process \d+ on .*\) made no progress for \d+ s while training", said), said
     last_line = said.splitlines()[-1]
     assert "stopped by Ctrl-C, 1 of 2 tasks are done, checkpoint 'phase001-step" in last_line, said
     assert last_line.endswith(f"continue with --resume '{storage.address}'"), said
-    assert len(read_state(storage).attempts) == 3
-    last = json.loads(storage.read_text(f"{progress.FOLDER}/attempt-0003.jsonl").splitlines()[-1])
+    assert len(read_state(storage).attempts) == 4
+    last = json.loads(storage.read_text(f"{progress.FOLDER}/attempt-0004.jsonl").splitlines()[-1])
     phase, step = last["phase"], last["step"]  # the worker that hung may have come further
     newest = read_state(storage).checkpoints[-1]
     assert newest.startswith(f"phase001-step{step:07d}-") and (phase, step < STEPS[1]) == (1, True), (newest, step)
@@ -262,3 +264,13 @@ def test_a_run_of_this_process_is_the_run_of_one_worker(lab: tiny.Lab, tmp_path:
     assert ray_results["versions"]["optimizer nesterov"] == "my-raycl 0.1.0"
     snapshot = Bank(there.sub("bank")).newest()
     assert snapshot is not None and snapshot.router.package == "my-raycl 0.1.0"
+
+
+def test_workers_that_lack_a_package_say_so(lab: tiny.Lab, tmp_path: Path) -> None:
+    adds: dict[Kind, dict[str, str]] = {"optimizer": {"mine": "my_raycl.optimizer:Nesterov"}}
+    folder = write_package(tmp_path / "here", "only-here", adds, "2.0")
+    with on_path(folder):
+        config = lab.config("bert", "lora", train={"optimizer": "mine"}, output={"dir": str(tmp_path), "name": "run"})
+        words = "optimizer 'mine' comes from package 'only-here' 2.0, and the worker on .* does not have it: install it"
+        with pytest.raises(RunError, match=words):
+            launch.train(prepared_run.prepare(config))
