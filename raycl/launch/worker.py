@@ -236,7 +236,7 @@ def _report(job: TrainingJob, worker: Worker, storage: Storage, record: dict[str
 class RunLog(logging.Handler):
     """raycl's lines as a file of the run, `log/attempt-0001.txt`.
 
-    A line that follows another one within `LOG_S` is written by `write`.
+    A line within `LOG_S` after a write waits for the next one (`run_log`).
     """
 
     def __init__(self, storage: Storage, attempt: int) -> None:

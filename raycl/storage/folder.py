@@ -32,7 +32,7 @@ GCS_RETRIES_S = 10
 """Seconds for which pyarrow repeats a request to Google's store; its default of 15 minutes says nothing meanwhile."""
 
 LARGE = 1024**2
-"""Bytes of a file from which on a thread writes it while its hash is computed: smaller ones take less than a thread."""
+"""Bytes from which on a thread writes a file while its hash is computed; starting one takes longer for less."""
 
 _READ_ATTEMPTS = 10
 """Attempts to read an object that is continually replaced before `read` gives up."""
